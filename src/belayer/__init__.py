@@ -1,0 +1,1 @@
+"""Belayer: fault tolerance for LLM agentic RL training."""

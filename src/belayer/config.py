@@ -1,0 +1,181 @@
+"""Typed configuration: TOML file, then environment (`BELAYER_ENGINE__STANDBY=none`), then flags.
+
+An unknown key is an error that names the nearest known one; nothing is ever ignored silently.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from belayer.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineConfig(_Section):
+    """The rollout engine: which model, how it is protected."""
+
+    backend: Literal["vllm"] = "vllm"
+    model: Path | None = Field(None, description="Hugging Face style model folder (config.json + safetensors).")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_model_len: int = Field(2048, ge=16, description="Longest prompt + completion, in tokens.")
+    max_num_seqs: int = Field(16, ge=1, description="Requests decoded together.")
+    kv_bytes: int = Field(256 << 20, ge=1 << 20, description="Size of the KV arena in bytes.")
+    standby: Literal["process", "none"] = Field("process", description="Keep a warmed-up shadow, or cold start.")
+    hang_s: float = Field(2.0, gt=0, description="A decode step that takes longer, with work queued, is a hang.")
+    prefill_hang_s: float = Field(60.0, gt=0, description="The same for a step that prefills or compiles.")
+    start_timeout_s: float = Field(180.0, gt=0, description="Deadline of a worker start.")
+    promote_timeout_s: float = Field(10.0, gt=0, description="Deadline of a promotion; past it, cold start.")
+    threads: int = Field(0, ge=0, description="Compute threads of a worker; 0: one per core.")
+
+
+class SandboxConfig(_Section):
+    """The environments: which image, how it is kept."""
+
+    image: str = Field("base", description="Name of an image in the store (`belayer image list`).")
+    store: Path | None = Field(None, description="Folder of the sandbox store; default: below the cache folder.")
+    store_bytes: int = Field(16 << 30, ge=1 << 30, description="Size of the (sparse) store file, where one is made.")
+    memory_bytes: int = Field(1 << 30, ge=16 << 20, description="Memory limit of one sandbox.")
+    pids: int = Field(512, ge=16, description="Process limit of one sandbox.")
+    exec_timeout_s: float = Field(60.0, gt=0, description="Default limit of one command.")
+    output_bytes: int = Field(1 << 20, ge=1024, description="Output kept of one command; the rest is truncated, visibly.")
+    max_running: int = Field(64, ge=1, description="Sandboxes alive at once.")
+    max_dumps: int = Field(2, ge=1, description="Checkpoints taken at once on this host.")
+    allow_level: Literal["full", "fs+shell", "fs"] = Field("full", description="Lowest checkpoint level to accept.")
+    images_bytes: int = Field(4 << 30, ge=64 << 20, description="Budget of memory-backed checkpoint images.")
+
+
+class PolicyConfig(_Section):
+    """When to checkpoint."""
+
+    name: Literal["adaptive", "always", "never", "every-n"] = "adaptive"
+    every: int = Field(2, ge=1, description="For `every-n`: actions between checkpoints.")
+
+
+class RecoveryConfig(_Section):
+    """How often to try again, and when to give up visibly."""
+
+    infra_retries: int = Field(8, ge=0, description="Sandbox recoveries of one rollout before it fails.")
+    attempts: int = Field(2, ge=1, description="Fresh starts of a rollout that spent its retries (group is never shrunk).")
+    breaker: int = Field(20, ge=1, description="Consecutive infrastructure failures without progress that stop the run.")
+    restore_timeout_s: float = Field(30.0, gt=0)
+    exec_grace_s: float = Field(5.0, gt=0, description="Silence past a command's own timeout before the sandbox counts as hung.")
+
+
+class RunConfig(_Section):
+    """One run: where it lives and how durable it is."""
+
+    seed: int = 0
+    max_concurrent: int = Field(32, ge=1, description="Rollouts in flight.")
+    durability: Literal["process", "host"] = Field(
+        "process", description="process: survives SIGKILL of every process. host: also a reboot (fsync)."
+    )
+
+
+class TrainConfig(_Section):
+    """The training job of `belayer train`."""
+
+    task: str = Field(..., description="`file.py:Name` of the task, relative to the configuration file.")
+    model: str = Field("", description="`file.py:function` that makes the model folder, or a folder.")
+    steps: int = Field(30, ge=1)
+    groups: int = Field(8, ge=1, description="Prompts per optimiser step.")
+    group_size: int = Field(4, ge=2, description="Rollouts per prompt.")
+    learning_rate: float = Field(1e-3, gt=0)
+    temperature: float = Field(1.0, gt=0)
+    warm_start_steps: int = Field(0, ge=0, description="Supervised steps before RL.")
+
+
+class FaultsConfig(_Section):
+    """What `--inject` does, at seeded random moments spread over the run."""
+
+    inject: bool = False
+    worker_kill: int = Field(4, ge=0, description="SIGKILL of the serving worker.")
+    worker_stop: int = Field(2, ge=0, description="SIGSTOP of the serving worker.")
+    sandbox_kill: int = Field(8, ge=0, description="SIGKILL of a sandbox's init.")
+    sandbox_damage: int = Field(4, ge=0, description="rm -rf of system folders from outside the sandbox.")
+
+
+class Config(_Section):
+    """Everything. Each section has its own class above."""
+
+    run: RunConfig = RunConfig()
+    engine: EngineConfig = EngineConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    policy: PolicyConfig = PolicyConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    train: TrainConfig | None = None
+    faults: FaultsConfig = FaultsConfig()
+
+
+def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
+    """Read `path` (TOML), apply `BELAYER_<SECTION>__<KEY>` variables, then `overrides` ({"engine.standby": "none"}).
+
+    Raises `ConfigError` that names the file, the key, what was wrong and, for an unknown key, the nearest known one.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"no configuration file at {path}", next_step="check the path") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as TOML: {error}") from None
+    for name, value in os.environ.items():
+        if name.startswith("BELAYER_") and "__" in name:
+            section, _, key = name.removeprefix("BELAYER_").lower().partition("__")
+            _put(data, f"{section}.{key}", value)
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            _put(data, dotted, value)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, path)) from None
+
+
+def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
+    section, _, key = dotted.partition(".")
+    table = data.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"[{section}] must be a table")
+    table[key] = value
+
+
+def _explain(error: ValidationError, path: Path | None) -> str:
+    where = str(path) if path else "the configuration"
+    problems = []
+    for item in error.errors():
+        dotted = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(dotted, _known_keys(), n=1, cutoff=0.5)
+            hint = f"; did you mean `{near[0]}`?" if near else f"; known here: {_siblings(dotted)}"
+            problems.append(f"unknown key `{dotted}`{hint}")
+        else:
+            problems.append(f"`{dotted}`: {item['msg']} (got {item['input']!r})")
+    return f"{where}: " + "; ".join(problems)
+
+
+def _known_keys() -> list[str]:
+    keys = []
+    for section, field in Config.model_fields.items():
+        keys.append(section)
+        keys.extend(f"{section}.{name}" for name in _section_class(section, field.annotation).model_fields)
+    return keys
+
+
+def _section_class(section: str, annotation: Any) -> type[_Section]:
+    return TrainConfig if section == "train" else annotation
+
+
+def _siblings(dotted: str) -> str:
+    section = dotted.partition(".")[0]
+    inside = [key for key in _known_keys() if key.startswith(f"{section}.")]
+    return ", ".join(inside or list(Config.model_fields))

@@ -1,0 +1,60 @@
+"""What happened, as seen by people: small immutable events that every part emits through one hook.
+
+Events feed the live view, `metrics.jsonl`, the timeline and the report. They are never read back to make a decision:
+the journal is the only truth, and losing an event loses nothing but a line in a picture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that happened.
+
+    `at` is wall-clock seconds since the epoch, `kind` one of the names below, `subject` what it happened to (a rollout
+    id, "worker", a sandbox id), `data` plain JSON-able details. Durations are in seconds and end in `_s`.
+    """
+
+    kind: str
+    subject: str = ""
+    at: float = msgspec.field(default_factory=time.time)
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+EventSink = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The sink for callers that do not watch."""
+
+
+# -- run and training ------------------------------------------------------------------------------------------------
+RUN_STARTED = "run.started"  # seed, resumed
+RUN_FINISHED = "run.finished"  # wall_s, ok
+TRAIN_STEP = "train.step"  # step, reward_mean, reward_std, loss, rollouts, rollout_s, optimise_s, weights_s, wall_s
+ROLLOUT_STARTED = "rollout.started"  # group, attempt
+ROLLOUT_FINISHED = "rollout.finished"  # reward, turns, tokens, wall_s, attempt
+ROLLOUT_FAILED = "rollout.failed"  # reason, failure (error type)
+ROLLOUT_TRUNCATED = "rollout.truncated"  # position, action, reason
+
+# -- what a rollout does, for the timeline ------------------------------------------------------------------------------
+GENERATE = "span.generate"  # turn, tokens, start (wall clock), wall_s
+EXEC = "span.exec"  # action, exit_code, start, wall_s
+CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, exposed_s (time the rollout waited for it)
+
+# -- faults and recoveries -----------------------------------------------------------------------------------------------
+FAULT_INJECTED = "fault.injected"  # fault (worker.sigkill, worker.sigstop, sandbox.kill, sandbox.damage), target
+FAULT_DETECTED = "fault.detected"  # fault, how, detect_s where known
+RECOVERED = "recovered"  # what ("worker" | "sandbox"), how (promotion, cold start, restore, …), phases {name: s}, total_s
+
+# -- engine --------------------------------------------------------------------------------------------------------------
+WORKER_STATE = "engine.worker"  # generation, pid, state
+SHADOW_STATE = "engine.shadow"  # pid, state, reason
+WEIGHTS_COMMITTED = "engine.weights"  # epoch, policy_version, digest, wall_s
+OWNER_STATE = "engine.owner"  # pid, state
+STALE_DROPPED = "engine.stale_dropped"  # generation, count
