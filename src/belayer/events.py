@@ -33,12 +33,25 @@ def ignore(event: Event) -> None:
     """The sink for callers that do not watch."""
 
 
+def fan_out(*sinks: EventSink) -> EventSink:
+    """One sink that passes each event to all of `sinks`, in their order."""
+
+    def emit(event: Event) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return emit
+
+
 # -- run and training ------------------------------------------------------------------------------------------------
-RUN_STARTED = "run.started"  # seed, resumed
+RUN_STARTED = "run.started"  # seed, resumed, steps (planned, of the whole run), inject (bool), versions {name: version}
 RUN_FINISHED = "run.finished"  # wall_s, ok
+RUN_COMPARED = "run.compared"  # reference, rollouts_compared, rollouts_identical, tokens_compared, tokens_changed
+# step counts from 0; the event is emitted at the step's end
 TRAIN_STEP = "train.step"  # step, reward_mean, reward_std, loss, rollouts, rollout_s, optimise_s, weights_s, wall_s
-ROLLOUT_STARTED = "rollout.started"  # group, attempt
+ROLLOUT_STARTED = "rollout.started"  # group, attempt, step
 ROLLOUT_FINISHED = "rollout.finished"  # reward, turns, tokens, wall_s, attempt
+ROLLOUT_DELIVERED = "rollout.delivered"  # attempt, step; emitted once the trainer's acknowledgement is journalled
 ROLLOUT_FAILED = "rollout.failed"  # reason, failure (error type)
 ROLLOUT_TRUNCATED = "rollout.truncated"  # position, action, reason
 
@@ -48,13 +61,15 @@ EXEC = "span.exec"  # action, exit_code, start, wall_s
 CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, exposed_s (time the rollout waited for it)
 
 # -- faults and recoveries -----------------------------------------------------------------------------------------------
+# subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves (its own id goes in `sandbox`)
 FAULT_INJECTED = "fault.injected"  # fault (worker.sigkill, worker.sigstop, sandbox.kill, sandbox.damage), target
 FAULT_DETECTED = "fault.detected"  # fault, how, detect_s where known
-RECOVERED = "recovered"  # what ("worker" | "sandbox"), how (promotion, cold start, restore, …), phases {name: s}, total_s
+# what ("worker" | "sandbox"), how (promotion, cold start, restore, …), fault where known, phases {name: s} in order, total_s
+RECOVERED = "recovered"
 
 # -- engine --------------------------------------------------------------------------------------------------------------
-WORKER_STATE = "engine.worker"  # generation, pid, state
-SHADOW_STATE = "engine.shadow"  # pid, state, reason
+WORKER_STATE = "engine.worker"  # generation, pid, state (starting, serving, dead)
+SHADOW_STATE = "engine.shadow"  # pid, state (starting, ready, promoted, dead, none), reason
 WEIGHTS_COMMITTED = "engine.weights"  # epoch, policy_version, digest, wall_s
 OWNER_STATE = "engine.owner"  # pid, state
 STALE_DROPPED = "engine.stale_dropped"  # generation, count
