@@ -1,0 +1,8 @@
+"""The journal: one append-only, durable, ordered record per rollout of what happened."""
+
+from belayer.journal.history import Call, Checkpoint, History
+from belayer.journal.journal import Journal, read_histories
+from belayer.journal.records import AnyRecord
+from belayer.journal.segments import scan
+
+__all__ = ["AnyRecord", "Call", "Checkpoint", "History", "Journal", "read_histories", "scan"]

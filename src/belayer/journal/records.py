@@ -1,0 +1,150 @@
+"""The records of the journal: what happened in a rollout, in order.
+
+Records are msgspec structs in a tagged union, encoded as MessagePack maps, so that a field can be added later without
+breaking old journals. `FORMAT` is raised when an old reader could misunderstand a new journal.
+
+Numbers: `k` counts the actions of a rollout from 1; 0 is the state before any action. `g` is the generation of the
+environment: it is raised by every restore, and an exec of an older generation is refused. Positions count token ids
+from 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FORMAT = 1
+
+Source = Literal["observation", "model"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all records. `rollout` names the rollout, `attempt` counts its fresh starts from 0."""
+
+    rollout: str
+    attempt: int = 0
+
+
+class RolloutStarted(Record):
+    """A rollout begins, from nothing. A later attempt of the same rollout replaces the earlier ones."""
+
+    group: str
+    task: Any
+    seed: int
+
+
+class TokensAppended(Record):
+    """Tokens joined the context, either observed (prompt, tool output) or sampled by the model.
+
+    Model tokens carry one logprob each and the policy version that produced them. `call` is the number of the user's
+    call that they belong to; the last record of a model turn has `finish` set.
+    """
+
+    call: int
+    source: Source
+    ids: list[int]
+    logprobs: list[float] = msgspec.field(default_factory=list)
+    weights_version: int = 0
+    asked: str = ""
+    finish: str = ""
+
+
+class ActionIntended(Record):
+    """Action `k` is about to be sent to generation `g` of the environment."""
+
+    call: int
+    k: int
+    g: int
+    asked: str
+
+
+class ActionCompleted(Record):
+    """Action `k` has completed; `observed` is the digest that a replay must reproduce."""
+
+    call: int
+    k: int
+    g: int
+    observed: str
+    result: Any
+    wall_s: float = 0.0
+
+
+class ValueDrawn(Record):
+    """A value from outside (time) that a replay must see again."""
+
+    call: int
+    what: str
+    value: Any
+
+
+class CheckpointPublished(Record):
+    """Checkpoint `id` holds the environment after action `k`, when the context had `context_hash`."""
+
+    k: int
+    g: int
+    id: str
+    level: str
+    context_hash: str
+
+
+class CheckpointSkipped(Record):
+    """The policy decided against a checkpoint after action `k`, or one was abandoned; `why` has the numbers."""
+
+    k: int
+    why: str
+
+
+class EnvRestored(Record):
+    """Generation `g` exists and has the first `k` actions applied. `checkpoint` is empty for a fresh environment."""
+
+    k: int
+    g: int
+    checkpoint: str
+    replayed: int
+    reason: str
+
+
+class ContextTruncated(Record):
+    """Everything from call `call` on is void: the environment could not reproduce action `k`.
+
+    The void tokens stay in the journal and never reach a trainer.
+    """
+
+    call: int
+    k: int
+    position: int
+    reason: str
+
+
+class RolloutFinished(Record):
+    """The user's function returned."""
+
+    reward: float
+
+
+class RolloutFailed(Record):
+    """This attempt ended without a trajectory. `error` is the error's type."""
+
+    error: str
+    reason: str
+
+
+class Acknowledged(Record):
+    """The trainer has used the trajectory and saved what came of it."""
+
+
+AnyRecord = (
+    RolloutStarted
+    | TokensAppended
+    | ActionIntended
+    | ActionCompleted
+    | ValueDrawn
+    | CheckpointPublished
+    | CheckpointSkipped
+    | EnvRestored
+    | ContextTruncated
+    | RolloutFinished
+    | RolloutFailed
+    | Acknowledged
+)

@@ -1,0 +1,136 @@
+"""Actions as data: what a rollout asked of its sandbox, such that it can be asked again from the journal alone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from belayer.sandbox import ExecResult, Sandbox
+
+
+class Exec(msgspec.Struct, frozen=True, kw_only=True, tag="exec", omit_defaults=True):
+    """One command in a fresh process."""
+
+    command: str | list[str]
+    timeout_s: float | None = None
+    cwd: str | None = None
+    env: dict[str, str] | None = None
+    stdin: bytes = b""
+
+
+class Shell(msgspec.Struct, frozen=True, kw_only=True, tag="shell", omit_defaults=True):
+    """One command in the persistent session."""
+
+    command: str
+    timeout_s: float | None = None
+
+
+class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
+    path: str
+
+
+class Write(msgspec.Struct, frozen=True, kw_only=True, tag="write", omit_defaults=True):
+    path: str
+    data: bytes
+    mode: int = 0o644
+
+
+class Exists(msgspec.Struct, frozen=True, kw_only=True, tag="exists"):
+    path: str
+
+
+class Missing(msgspec.Struct, frozen=True, tag="missing"):
+    """Result of `Read` where there is no such file: the agent's business, hence a result."""
+
+    path: str
+    reason: str
+
+
+Action = Exec | Shell | Read | Write | Exists
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+_decode = msgspec.json.Decoder(Action).decode
+
+
+def asked(action: Action) -> str:
+    """The canonical text of an action: equal text means the same action."""
+    return _encode(action).decode()
+
+
+def action_of(text: str) -> Action:
+    return _decode(text)
+
+
+async def perform(sandbox: Sandbox, action: Action, fence: tuple[int, int]) -> Any:
+    """Do it. Returns the live result; raises `SandboxLost` where the environment failed."""
+    match action:
+        case Exec():
+            return await sandbox.exec(
+                action.command,
+                timeout_s=action.timeout_s,
+                cwd=action.cwd,
+                env=action.env,
+                stdin=action.stdin,
+                fence=fence,
+            )
+        case Shell():
+            return await sandbox.shell(action.command, timeout_s=action.timeout_s, fence=fence)
+        case Read():
+            try:
+                return await sandbox.read(action.path)
+            except (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError) as error:
+                return Missing(action.path, type(error).__name__)
+        case Write():
+            await sandbox.write(action.path, action.data, mode=action.mode)
+            return None
+        case Exists():
+            return await sandbox.exists(action.path)
+
+
+def to_journal(result: Any) -> Any:
+    """A result as plain MessagePack-able data."""
+    if isinstance(result, ExecResult):
+        return {"exec": msgspec.to_builtins(result, builtin_types=(bytes,))}
+    if isinstance(result, Missing):
+        return {"missing": [result.path, result.reason]}
+    return {"value": result}
+
+
+def from_journal(data: Any) -> Any:
+    """The inverse of `to_journal`."""
+    if "exec" in data:
+        return msgspec.convert(data["exec"], ExecResult, builtin_types=(bytes,))
+    if "missing" in data:
+        return Missing(*data["missing"])
+    return data["value"]
+
+
+def observed(result: Any) -> str:
+    """Digest of everything in a result that the agent can see, but not of how long it took."""
+    data = to_journal(result)
+    if "exec" in data:
+        data = {k: v for k, v in data["exec"].items() if k != "wall_s"}
+    text = repr(sorted(data.items())).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def describe(action: Action, limit: int = 120) -> str:
+    """One short line for people."""
+    match action:
+        case Exec() | Shell():
+            command = action.command if isinstance(action.command, str) else " ".join(action.command)
+            text = f"{type(action).__name__.lower()}: {command}"
+        case Write():
+            text = f"write {action.path}: {base64.b85encode(action.data[:24]).decode()}… ({len(action.data)} bytes)"
+        case _:
+            text = f"{type(action).__name__.lower()} {action.path}"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def host_file(path: str | Path) -> bytes:
+    """Content of a file on the host, for `upload`."""
+    return Path(path).read_bytes()

@@ -1,0 +1,425 @@
+"""The keeper of one rollout's environment: whatever happens to the sandbox, it has exactly the journalled actions.
+
+States
+
+    ABSENT      no sandbox yet; the first action creates one
+    READY       a sandbox with the first `completed` actions applied, verified healthy when it was last used
+    LOST        it died, hangs or was damaged; nothing may use it
+    RECOVERING  a restore and replay is under way (at most one, started by whoever notices first)
+    CLOSED      nothing more will happen
+
+Forbidden: LOST → READY without a restore (a damaged sandbox may answer, and answer wrongly), and any action while a
+checkpoint of the state before it is pending (the checkpoint would describe neither the state before nor after).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from typing import Any
+
+from belayer import events
+from belayer.checkpoint.policy import Policy, Situation
+from belayer.config import RecoveryConfig
+from belayer.errors import (
+    BudgetSpent,
+    CheckpointDamaged,
+    CheckpointRefused,
+    RestoreFailed,
+    RolloutFailed,
+    SandboxLost,
+    StaleSandbox,
+    StorageFull,
+)
+from belayer.journal import Call, Journal
+from belayer.journal.records import (
+    ActionCompleted,
+    ActionIntended,
+    CheckpointPublished,
+    CheckpointSkipped,
+    ContextTruncated,
+    EnvRestored,
+)
+from belayer.recovery.actions import Action, action_of, asked, describe, from_journal, observed, perform, to_journal
+from belayer.sandbox import Sandbox, Sandboxes
+
+# the same action may see the environment die this often before the rollout is set aside as its likely cause
+DEATHS_PER_ACTION = 3
+
+
+class EnvironmentState(enum.Enum):
+    ABSENT = "absent"
+    READY = "ready"
+    LOST = "lost"
+    RECOVERING = "recovering"
+    CLOSED = "closed"
+
+
+class RestartFunction(BaseException):
+    """Unwinds the user's function: its context was truncated, it must be run again from the journal.
+
+    A BaseException, so that an `except Exception` in user code does not take it for an error of its own.
+    """
+
+
+class EnvironmentKeeper:
+    """Performs a rollout's actions exactly once each, across any number of sandbox failures."""
+
+    def __init__(
+        self,
+        rollout: str,
+        attempt: int,
+        *,
+        sandboxes: Sandboxes,
+        journal: Journal,
+        policy: Policy,
+        config: RecoveryConfig,
+        sink: events.EventSink,
+    ) -> None:
+        self.rollout = rollout
+        self.attempt = attempt
+        self.name = f"{rollout}.{attempt}".replace("/", "-")
+        self.state = EnvironmentState.ABSENT
+        self.sandbox: Sandbox | None = None
+        self._sandboxes = sandboxes
+        self._journal = journal
+        self._history = journal.history(rollout)
+        self._policy = policy
+        self._config = config
+        self._sink = sink
+        self._recovery: asyncio.Task[None] | None = None
+        self._checkpoint: asyncio.Task[dict[str, Any] | None] | None = None
+        self._lost_why = ""
+        self._lost_at = 0.0
+        self._first_loss = ""
+        self._behind = 0  # the first action that the environment could not reproduce, until the context is cut there
+        self._suspect = 0  # the action during which system folders vanished
+        self._deaths = (0, 0)  # (action, how often the environment died during it)
+        self._journal_seconds = 0.03  # learned time to create or restore, for the policy
+        if self._history.calls and self._history.actions():
+            # this process has not made that sandbox: it is gone, or belongs to a driver that is
+            self._lose("the driver was restarted")
+
+    @property
+    def completed(self) -> int:
+        """Number of actions that the environment has, and the journal holds."""
+        return len(self._history.actions())
+
+    # -- actions ---------------------------------------------------------------------------------------------------------
+
+    async def act(self, call: int, action: Action) -> Any:
+        """Perform the rollout's next action and return its journalled result.
+
+        Raises `BudgetSpent` or `RolloutFailed` when the environment keeps failing, and `RestartFunction` when it can
+        only be brought back to an earlier state.
+        """
+        text = asked(action)
+        k = self.completed + 1
+        await self._settle_checkpoint()
+        while True:
+            sandbox = await self._ready()
+            if self._behind:
+                self._truncate()
+            problem = await self._examine(sandbox)
+            if problem:
+                self._lose(problem)
+                continue
+            self._record(ActionIntended, call=call, k=k, g=sandbox.generation, asked=text)
+            started = time.time()
+            begun = time.perf_counter()
+            try:
+                result = await perform(sandbox, action, (self.attempt, sandbox.generation))
+                problem = await self._examine(sandbox)
+            except (SandboxLost, StaleSandbox) as error:
+                self._lose(error.what)
+                self._count_death(k, error.what, action)
+                continue
+            if problem and self._suspect != k:
+                # damage that appeared during the action is either the action's own doing or ours to repair; doing it
+                # once more from the state before it tells the two apart
+                self._suspect = k
+                self._lose(problem)
+                continue
+            wall_s = time.perf_counter() - begun
+            self._record(
+                ActionCompleted,
+                call=call,
+                k=k,
+                g=sandbox.generation,
+                observed=observed(result),
+                result=to_journal(result),
+                wall_s=round(wall_s, 6),
+            )
+            self._emit(
+                events.EXEC,
+                action=k,
+                exit_code=getattr(result, "exit_code", None),
+                what=describe(action),
+                start=started,
+                wall_s=wall_s,
+            )
+            return result
+
+    async def _examine(self, sandbox: Sandbox) -> str | None:
+        """What is wrong with the sandbox, if anything; a sandbox that cannot be asked is wrong too."""
+        if sandbox.dead:
+            return "the sandbox's init died"
+        try:
+            return await sandbox.healthy()
+        except SandboxLost as error:
+            return error.what
+
+    def _count_death(self, k: int, why: str, action: Action) -> None:
+        before = self._deaths[1] if self._deaths[0] == k else 0
+        self._deaths = (k, before + 1)
+        if before + 1 >= DEATHS_PER_ACTION:
+            raise RolloutFailed(
+                f"rollout {self.rollout} is set aside: its environment died {before + 1} times during action {k} "
+                f"({describe(action)})",
+                first=self._first_loss or why,
+                kept="its journal",
+                next_step="look at what that command does; `belayer show` prints the rollout",
+            )
+
+    # -- loss and recovery -----------------------------------------------------------------------------------------------
+
+    def _lose(self, why: str) -> None:
+        if self.state in (EnvironmentState.LOST, EnvironmentState.CLOSED):
+            return
+        self.state = EnvironmentState.LOST
+        self._lost_why, self._lost_at = why, time.perf_counter()
+        self._first_loss = self._first_loss or why
+        self._policy.failure()
+        self._emit(events.FAULT_DETECTED, fault="sandbox", how=why)
+
+    def _died(self) -> None:
+        """Called by the sandbox's pidfd: begin the recovery now, hidden under the model's turn where there is one."""
+        if self.state is EnvironmentState.READY:
+            self._lose("the sandbox's init died")
+            self._start_recovery()
+
+    def _start_recovery(self) -> asyncio.Task[None]:
+        if self._recovery is None:
+            self._recovery = asyncio.create_task(self._recover(), name=f"recover {self.name}")
+            # whoever acts next awaits it and sees its error; until then it must not be reported as never retrieved
+            self._recovery.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self._recovery
+
+    async def _ready(self) -> Sandbox:
+        if self.state is EnvironmentState.CLOSED:
+            raise StaleSandbox(f"the environment of rollout {self.rollout} is closed")
+        # a recovery that was started early may have ended already: its error is raised here, not lost
+        while self._recovery is not None or self.state is not EnvironmentState.READY:
+            task = self._start_recovery()
+            try:
+                await task
+            finally:
+                if task.done():
+                    self._recovery = None
+        assert self.sandbox is not None
+        return self.sandbox
+
+    async def _recover(self) -> None:
+        """ABSENT or LOST → READY with exactly the completed actions applied, or an error."""
+        fresh = self.state is EnvironmentState.ABSENT
+        why, target = self._lost_why, self.completed
+        phases: dict[str, float] = {}
+        if not fresh:
+            phases["detect_to_start_s"] = time.perf_counter() - self._lost_at
+        while True:
+            if not fresh:
+                self._spend(why)
+            self.state = EnvironmentState.RECOVERING
+            begun = time.perf_counter()
+            try:
+                how, base, sandbox = await self._bring_back(target, fresh)
+                phases["restore_s"] = time.perf_counter() - begun
+                mismatch = await self._replay(sandbox, base, target)
+            except (SandboxLost, StaleSandbox) as error:
+                # it failed again while it was being brought back: that is one more failure, with its own budget
+                self.state = EnvironmentState.LOST
+                why, fresh = error.what, False
+                continue
+            phases["replay_s"] = time.perf_counter() - begun - phases["restore_s"]
+            if mismatch is None:
+                break
+            # this sandbox went one action further than it could follow the journal: bring it back once more, shorter
+            target = mismatch - 1
+        # not truncated here: a model turn may be appending to the context right now, and `act` is where none can be
+        self._behind = target + 1 if target < self.completed else 0
+        self._activate(sandbox, how, base, target, why, phases, fresh=fresh)
+
+    def _spend(self, why: str) -> None:
+        if self._history.restores >= self._config.infra_retries:
+            raise BudgetSpent(
+                f"rollout {self.rollout}: {self._history.restores} environment recoveries, the limit is "
+                f"recovery.infra_retries = {self._config.infra_retries}",
+                first=self._first_loss or why,
+                kept="its journal",
+                next_step="find out what keeps killing the environment",
+            )
+
+    async def _bring_back(self, target: int, fresh: bool) -> tuple[str, int, Sandbox]:
+        """(how, actions it holds, sandbox): from the newest usable checkpoint, else from the image."""
+        if not fresh:
+            for checkpoint in reversed(self._history.checkpoints):
+                if checkpoint.k > target or checkpoint.context_hash != self._history.context_hash(checkpoint.k):
+                    continue
+                try:
+                    async with asyncio.timeout(self._config.restore_timeout_s):
+                        sandbox = await self._sandboxes.restore(self.name, checkpoint.id)
+                    return "full restore", checkpoint.k, sandbox
+                except (CheckpointDamaged, RestoreFailed) as error:
+                    self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what, checkpoint=checkpoint.id)
+                except TimeoutError:
+                    self._emit(events.FAULT_DETECTED, fault="checkpoint", how="restore passed its deadline")
+            await self._sandboxes.discard(self.name)
+        async with asyncio.timeout(self._config.restore_timeout_s):
+            sandbox = await self._sandboxes.create(self.name)
+        return "new container", 0, sandbox
+
+    async def _replay(self, sandbox: Sandbox, base: int, target: int) -> int | None:
+        """Apply actions base+1 … target; the number of the first one whose observation differs, or None."""
+        for call in self._history.actions()[base:target]:
+            result = await perform(sandbox, action_of(call.asked), (self.attempt, sandbox.generation))
+            if observed(result) != call.observed:
+                return call.k
+        return None
+
+    def _truncate(self) -> None:
+        """End the context before the action that could not be reproduced, and unwind the user's function."""
+        k, self._behind = self._behind, 0
+        cut = cut_before_action(self._history.calls, self._history.calls_through_action(k - 1), k)
+        position = len(self._history.context(cut))
+        reason = f"action {k} observed something else when it was replayed"
+        self._record(ContextTruncated, call=cut, k=k, position=position, reason=reason)
+        self._emit(events.ROLLOUT_TRUNCATED, position=position, action=k, reason=reason)
+        raise RestartFunction
+
+    def _activate(
+        self, sandbox: Sandbox, how: str, base: int, target: int, why: str, phases: dict[str, float], *, fresh: bool
+    ) -> None:
+        self.sandbox = sandbox
+        sandbox.on_death(self._died)
+        self.state = EnvironmentState.READY
+        self._journal_seconds = phases["restore_s"]
+        if fresh:
+            return
+        self._record(
+            EnvRestored,
+            k=target,
+            g=sandbox.generation,
+            checkpoint=self._history.checkpoints[-1].id if how == "full restore" else "",
+            replayed=target - base,
+            reason=why,
+        )
+        total = time.perf_counter() - self._lost_at
+        self._emit(
+            events.RECOVERED,
+            what="sandbox",
+            how=how,
+            fault=why,
+            phases={name: round(value, 6) for name, value in phases.items()},
+            total_s=total,
+            replayed=target - base,
+        )
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def bubble_begins(self) -> None:
+        """The model's turn begins and the environment is idle: checkpoint it now, if that pays."""
+        if self.state is not EnvironmentState.READY or self._checkpoint is not None or self._behind:
+            return
+        newest = self._history.checkpoints[-1].k if self._history.checkpoints else 0
+        since = self._history.actions()[newest:]
+        redo_s = self._journal_seconds + sum(_wall(call) for call in since)
+        decision = self._policy.decide(
+            Situation(actions_since=len(since), redo_s=redo_s, running=self._sandboxes.dumping)
+        )
+        if decision.take:
+            self._checkpoint = asyncio.create_task(self._take_checkpoint(), name=f"checkpoint {self.name}")
+
+    def bubble_ends(self, seconds: float) -> None:
+        self._policy.bubble(seconds)
+
+    async def _take_checkpoint(self) -> dict[str, Any] | None:
+        """Details of the checkpoint for the timeline, or None if it was abandoned."""
+        sandbox, k = self.sandbox, self.completed
+        assert sandbox is not None
+        context_hash = self._history.context_hash(k)
+        started, begun = time.time(), time.perf_counter()
+        try:
+            manifest = await sandbox.checkpoint(
+                action=k, context_hash=context_hash, rollout=self.rollout, attempt=self.attempt
+            )
+        except (CheckpointRefused, StorageFull, SandboxLost, StaleSandbox) as error:
+            # a checkpoint that did not publish does not exist; the older one still protects the rollout
+            self._record(CheckpointSkipped, k=k, why=f"{type(error).__name__}: {error.what}")
+            self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what)
+            return None
+        wall_s = time.perf_counter() - begun
+        self._policy.cost(wall_s)
+        self._record(
+            CheckpointPublished,
+            k=k,
+            g=sandbox.generation,
+            id=manifest.id,
+            level=manifest.level,
+            context_hash=context_hash,
+        )
+        return {
+            "action": k,
+            "id": manifest.id,
+            "level": manifest.level,
+            "start": started,
+            "wall_s": wall_s,
+            "frozen_s": manifest.timings.frozen_s,
+        }
+
+    async def _settle_checkpoint(self) -> None:
+        """Wait until the pending checkpoint is published or abandoned (invariant 1)."""
+        if self._checkpoint is None:
+            return
+        task, self._checkpoint = self._checkpoint, None
+        begun = time.perf_counter()
+        was_done = task.done()
+        details = await task
+        if details is not None:
+            exposed_s = 0.0 if was_done else time.perf_counter() - begun
+            self._emit(events.CHECKPOINT, exposed_s=exposed_s, **details)
+
+    # -- end -------------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Discard the sandbox and its checkpoints; waits for what is under way."""
+        self.state = EnvironmentState.CLOSED
+        for task in (self._checkpoint, self._recovery):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        await self._sandboxes.discard(self.name)
+
+    def _record(self, kind: Any, **fields: Any) -> None:
+        self._journal.record(kind(rollout=self.rollout, attempt=self.attempt, **fields))
+
+    def _emit(self, kind: str, **data: Any) -> None:
+        self._sink(events.Event(kind=kind, subject=self.rollout, data=data))
+
+
+def cut_before_action(calls: list[Call], start: int, k: int) -> int:
+    """Where the context must end so that nothing in it knows of action `k`: the model turn that asked for it.
+
+    `start` is the number of calls through action k-1. Observations between the two stay; the first model turn after
+    them goes, because it chose the action. An action that no model turn precedes is cut itself.
+    """
+    for number in range(start, len(calls)):
+        call = calls[number]
+        if call.kind == "generate" or (call.kind == "action" and call.k == k):
+            return number
+    return len(calls)
+
+
+def _wall(call: Call) -> float:
+    result = from_journal(call.result)
+    return getattr(result, "wall_s", 0.0)

@@ -1,0 +1,342 @@
+"""What user code touches: `Rollout`, its `sandbox`, and the `Trajectory` that comes out.
+
+A rollout function is an async function of one `Rollout`. Every call it makes is answered from the journal if the
+journal already has the answer, and otherwise performed, journalled, and then returned. So the function can be run
+again from its start at any time: after a crash of the driver, or after the context was truncated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from belayer import events
+from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk
+from belayer.errors import ReplayDivergence, RequestRefused
+from belayer.journal import Call, History, Journal
+from belayer.journal.records import TokensAppended, ValueDrawn
+from belayer.recovery import EnvironmentKeeper
+from belayer.recovery.actions import Action, Exec, Exists, Missing, Read, Shell, Write, asked, from_journal, host_file
+from belayer.sandbox import ExecResult
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that Belayer needs, to let user code speak text instead of token ids."""
+
+    def encode(self, text: str) -> Any: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One turn of the model. `text` is empty if the run has no tokenizer; `finish_reason` is "stop" or "length"."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    weights_versions: list[int]
+    finish_reason: str
+    text: str = ""
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished rollout, as a trainer wants it.
+
+    `token_ids`, `loss_mask` (1 for the model's own tokens), `logprobs` (0.0 where the mask is 0) and
+    `weights_versions` (-1 where the mask is 0) have equal lengths. (rollout_id, attempt) identifies it for ever.
+    """
+
+    rollout_id: str
+    group: str
+    attempt: int
+    reward: float
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    weights_versions: list[int]
+    task: Any
+    turns: int
+    restores: int = 0
+    truncations: int = 0
+
+
+class RolloutSandbox:
+    """The rollout's environment. Every call is journalled; a failure below is repaired before the call returns."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        stdin: bytes | str = b"",
+    ) -> ExecResult:
+        """Run one command in a fresh process. A non-zero exit or a timeout is a result, not an error."""
+        stdin = stdin.encode() if isinstance(stdin, str) else stdin
+        form = command if isinstance(command, str) else list(command)
+        return await self._rollout._act(Exec(command=form, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin))
+
+    async def shell(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
+        """Run one command in the persistent shell: its directory, variables, functions and jobs stay."""
+        return await self._rollout._act(Shell(command=command, timeout_s=timeout_s))
+
+    async def read(self, path: str) -> bytes:
+        """Content of a file. Raises `FileNotFoundError` where the agent's environment has none."""
+        result = await self._rollout._act(Read(path=path))
+        if isinstance(result, Missing):
+            raise FileNotFoundError(f"{result.path} in the sandbox: {result.reason}")
+        return result
+
+    async def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+        """Write a file, whole."""
+        await self._rollout._act(Write(path=path, data=data.encode() if isinstance(data, str) else data, mode=mode))
+
+    async def exists(self, path: str) -> bool:
+        return await self._rollout._act(Exists(path=path))
+
+    async def upload(self, host_path: str, path: str) -> None:
+        """Copy one file of the host into the sandbox. Its content goes to the journal, to be replayed."""
+        await self.write(path, host_file(host_path))
+
+
+class Rollout:
+    """One conversation between the model and one environment.
+
+    `task` is what the caller asked for, `seed` is the rollout's own, `random` is seeded with it. Calls are made one
+    after another; two at once raise `RequestRefused`, because a replay could not tell their order.
+    """
+
+    def __init__(
+        self,
+        rollout_id: str,
+        *,
+        journal: Journal,
+        engine: Engine,
+        environment: EnvironmentKeeper,
+        tokenizer: Tokenizer | None,
+        sink: events.EventSink,
+    ) -> None:
+        history = journal.history(rollout_id)
+        assert history.started is not None
+        self.id = rollout_id
+        self.group = history.started.group
+        self.attempt = history.attempt
+        self.task: Any = history.started.task
+        self.seed = history.started.seed
+        self.random = random.Random(self.seed)
+        self.sandbox = RolloutSandbox(self)
+        self.tokenizer = tokenizer
+        self._history = history
+        self._journal = journal
+        self._engine = engine
+        self._environment = environment
+        self._sink = sink
+        self._next = 0
+        self._turns = 0
+        self._busy = ""
+
+    # -- calls of the user's function --------------------------------------------------------------------------------
+
+    async def observe(self, tokens: Sequence[int] | str) -> list[int]:
+        """Append a prompt or an observation to the context: token ids, or text if the run has a tokenizer."""
+        ids = self._encode(tokens) if isinstance(tokens, str) else [int(token) for token in tokens]
+        with self._one_call("observe"):
+            text = f"observe {hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()} ({len(ids)} tokens)"
+            known = self._answered("observe", text)
+            if known is None:
+                self._record(TokensAppended, source="observation", ids=ids, asked=text)
+                self._next += 1
+            return ids
+
+    async def generate(
+        self,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Turn:
+        """Let the model continue the context by at most `max_tokens` tokens.
+
+        Survives the death of engine workers: every token is journalled before it is seen, and a turn that was cut off
+        continues at the next position with the same random numbers. Raises `RequestRefused` for what cannot be served
+        exactly and `EngineUnavailable` when no worker can be had.
+        """
+        with self._one_call("generate"):
+            sampling = Sampling(
+                max_tokens=max_tokens,
+                seed=_derive(self.seed, f"turn {self._turns}"),
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                stop_token_ids=tuple(stop_token_ids),
+            )
+            text = f"generate {msgspec.json.encode(sampling).decode()}"
+            call = self._answered("generate", text)
+            if call is None or not call.finish:
+                call = await self._generate(text, sampling)
+            self._turns += 1
+            return self._turn(call)
+
+    def now(self) -> float:
+        """Wall-clock seconds since the epoch; a re-run function gets the same answer again."""
+        with self._one_call("now"):
+            call = self._answered("value", "now")
+            if call is None:
+                self._record(ValueDrawn, what="now", value=time.time())
+                call = self._history.calls[self._next]
+                self._next += 1
+            return call.value
+
+    async def _act(self, action: Action) -> Any:
+        with self._one_call("sandbox"):
+            call = self._answered("action", asked(action))
+            if call is not None and call.done:
+                return from_journal(call.result)
+            result = await self._environment.act(self._next, action)
+            self._next += 1
+            return result
+
+    # -- how a call is answered ------------------------------------------------------------------------------------------
+
+    def _answered(self, kind: str, text: str) -> Call | None:
+        """The journal's answer to the next call, if it has one; checks that it is the same call."""
+        if self._next >= len(self._history.calls):
+            return None
+        call = self._history.calls[self._next]
+        if (call.kind, call.asked) != (kind, text):
+            raise ReplayDivergence(
+                f"rollout {self.id}: call {self._next} differs from the journal",
+                journalled=f"{call.kind}: {call.asked}",
+                requested=f"{kind}: {text}",
+                kept="the journal, untouched",
+            )
+        if kind in ("observe", "value") or call.finish or call.done:
+            self._next += 1
+        return call
+
+    async def _generate(self, text: str, sampling: Sampling) -> Call:
+        number = self._next
+        call = self._history.calls[number] if number < len(self._history.calls) else None
+        resume = list(call.ids) if call else []
+        request = GenerationRequest(
+            id=f"{self.id}.{self.attempt}.{number}.{self._history.truncations}",
+            prompt_ids=self._history.context(number),
+            sampling=sampling,
+            resume_ids=resume,
+        )
+        if not request.prompt_ids:
+            raise RequestRefused("generate before any observe: the context is empty", next_step="observe a prompt first")
+        started, begun = time.time(), time.perf_counter()
+
+        def journal_first(chunk: TokenChunk) -> None:
+            self._journal.record(
+                TokensAppended(
+                    rollout=self.id,
+                    attempt=self.attempt,
+                    call=number,
+                    source="model",
+                    ids=chunk.token_ids,
+                    logprobs=chunk.logprobs,
+                    weights_version=chunk.weights_version,
+                    asked=text,
+                    finish=chunk.finish_reason or "",
+                )
+            )
+
+        self._environment.bubble_begins()
+        await self._engine.generate(request, journal_first)
+        wall_s = time.perf_counter() - begun
+        self._environment.bubble_ends(wall_s)
+        call = self._history.calls[number]
+        self._next = number + 1
+        self._emit(
+            events.GENERATE, turn=self._turns, tokens=len(call.ids) - len(resume), start=started, wall_s=wall_s
+        )
+        return call
+
+    def _turn(self, call: Call) -> Turn:
+        text = self.tokenizer.decode(call.ids) if self.tokenizer else ""
+        return Turn(list(call.ids), list(call.logprobs), list(call.versions), call.finish, text)
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestRefused("text needs a tokenizer", next_step="pass tokenizer= to Run.open, or pass token ids")
+        encoded = self.tokenizer.encode(text)
+        return list(getattr(encoded, "ids", encoded))
+
+    def _record(self, kind: Callable[..., Any], **fields: Any) -> None:
+        self._journal.record(kind(rollout=self.id, attempt=self.attempt, call=self._next, **fields))
+
+    def _emit(self, kind: str, **data: Any) -> None:
+        self._sink(events.Event(kind=kind, subject=self.id, data=data))
+
+    def _one_call(self, what: str) -> _OneCall:
+        return _OneCall(self, what)
+
+
+class _OneCall:
+    """Refuses a call while another one of the same rollout is under way."""
+
+    def __init__(self, rollout: Rollout, what: str) -> None:
+        self._rollout, self._what = rollout, what
+
+    def __enter__(self) -> None:
+        if self._rollout._busy:
+            raise RequestRefused(
+                f"rollout {self._rollout.id}: {self._what} was called while {self._rollout._busy} is under way",
+                next_step="await one call before the next; a replay needs their order",
+            )
+        self._rollout._busy = self._what
+
+    def __exit__(self, *exc: object) -> None:
+        self._rollout._busy = ""
+
+
+RolloutFunction = Callable[[Rollout], "asyncio.Future[float] | Any"]
+
+
+def trajectory(history: History) -> Trajectory:
+    """The trajectory of a finished rollout, from its journal alone."""
+    assert history.started is not None and history.reward is not None
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for call in history.calls:
+        model = call.kind == "generate"
+        ids += call.ids
+        mask += [int(model)] * len(call.ids)
+        logprobs += call.logprobs if model else [0.0] * len(call.ids)
+        versions += call.versions if model else [-1] * len(call.ids)
+    return Trajectory(
+        rollout_id=history.rollout,
+        group=history.started.group,
+        attempt=history.attempt,
+        reward=history.reward,
+        token_ids=ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        weights_versions=versions,
+        task=history.started.task,
+        turns=sum(call.kind == "generate" for call in history.calls),
+        restores=history.restores,
+        truncations=history.truncations,
+    )
+
+
+def _derive(seed: int, what: str) -> int:
+    """A seed of its own for `what`, the same in every run with the same `seed`."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()) >> 1
