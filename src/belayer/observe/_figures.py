@@ -1,0 +1,264 @@
+"""Figures of training and of faults: the reward curve, the timeline, and where a recovery's time goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from belayer.observe._history import Done, Fault, History, ready_periods
+from belayer.observe._markup import Markup, join, tag
+from belayer.observe._plot import (
+    WIDTH,
+    Figure,
+    Scale,
+    box,
+    cross,
+    drawing,
+    label,
+    legend,
+    line,
+    log_scale,
+    polyline,
+    ticks,
+    time_label,
+    time_ticks,
+)
+from belayer.observe._values import count, duration, quantile
+from belayer.observe.summary import Recovery
+
+_LEFT, _RIGHT = 64.0, 14.0
+_SERVING = frozenset({"serving"})
+_STANDING_BY = frozenset({"ready"})
+PHASE_COLOURS = 8
+
+
+def reward_figure(run: History, reference: History | None, why_no_reference: str) -> Figure:
+    """Reward against step, with and without faults; the rug below shows where faults fell."""
+    curve = [(step.step, step.reward) for step in run.steps if step.reward is not None]
+    other = [(step.step, step.reward) for step in reference.steps if step.reward is not None] if reference else []
+    question = "Does training learn the same with faults as without?"
+    if not curve:
+        return Figure("reward", question, "", None, "no step of this run reported a mean reward.")
+    both = dict(other)
+    shared = [(step, reward, both[step]) for step, reward in curve if step in both]
+    same = sum(1 for _, mine, theirs in shared if mine == theirs)
+    if not reference:
+        verdict = f"There is no curve without faults: {why_no_reference}"
+    elif shared:
+        verdict = f"Mean reward is exactly equal in {same} of the {len(shared)} steps that both runs did."
+    else:
+        verdict = "The two runs have no step in common."
+    reading = (
+        "Mean reward of each optimiser step. The thin line is this run; the wide pale band under it is the same seed "
+        f"without faults, so a line inside the band means that they agree. {verdict}"
+        if reference
+        else f"Mean reward of each optimiser step. {verdict}"
+    )
+    values = [reward for _, reward in curve + other]
+    low, high = min(0.0, *values), max(values)
+    high = 1.0 if 0.5 < high <= 1.0 else high
+    if high == low:
+        high = low + 1
+    top, bottom = 14.0, 262.0
+    first, last = min(step for step, _ in curve + other), max(step for step, _ in curve + other)
+    x = Scale(first, last, _LEFT, WIDTH - _RIGHT)
+    y = Scale(low, high, bottom, top)
+    parts: list[Markup] = []
+    for tick in ticks(low, high, 5):
+        parts += [line(_LEFT, y(tick), WIDTH - _RIGHT, y(tick), "grid")]
+        parts += [label(_LEFT - 8, y(tick) + 4, f"{tick:g}", anchor="end")]
+    for tick in ticks(first, last, 10):
+        if tick == int(tick):
+            parts += [label(x(tick), bottom + 46, f"{tick:g}", anchor="middle")]
+    parts.append(label(_LEFT - 8, bottom + 46, "step", anchor="end"))
+    parts.append(label(_LEFT - 8, bottom + 24, "faults", anchor="end"))
+    if other:
+        parts.append(polyline([(x(step), y(reward)) for step, reward in other], "reference"))
+    parts.append(polyline([(x(step), y(reward)) for step, reward in curve], "run"))
+    for step, reward in curve:
+        note = f"step {step}: {reward:.3f}" + (f" (without faults {both[step]:.3f})" if step in both else "")
+        parts.append(tag("circle", tag("title", note), cx=x(step), cy=y(reward), r=2.6, class_="run-dot"))
+    for step, kinds in sorted(_faults_by_step(run).items()):
+        note = f"step {step}: " + ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items()))
+        size = min(6.0, 2.2 + kinds.total())
+        parts.append(cross(x(step), bottom + 20, size, "fault", note))
+    entries = [("run", "this run"), ("reference", "same seed, no faults"), ("fault", "step with faults (larger: more)")]
+    if not other:
+        del entries[1]
+    title = f"Mean reward from {curve[0][1]:.2f} at step {curve[0][0]} to {curve[-1][1]:.2f} at step {curve[-1][0]}"
+    return Figure("reward", question, reading, drawing(318, title, join(parts)), legend=legend(*entries))
+
+
+def _faults_by_step(run: History) -> dict[int, Counter[str]]:
+    found: dict[int, Counter[str]] = {}
+    ends = [(step.end, step.step) for step in run.steps]
+    for fault in run.faults:
+        step = next((number for end, number in ends if fault.x <= end), None)
+        if step is not None:
+            found.setdefault(step, Counter())[fault.fault] += 1
+    return found
+
+
+def timeline_figure(run: History) -> Figure:
+    """Faults and recoveries against run time: one lane for the worker, one for the sandboxes."""
+    question = "What broke when, and how long did each recovery take?"
+    if not run.faults and not run.recoveries:
+        return Figure("timeline", question, "", None, "this run saw no fault.")
+    totals = [done.recovery.total_s for done in run.recoveries if done.recovery.total_s > 0]
+    low = 10**-3 if not totals else min(10**-2, 10 ** (len_floor(min(totals))))
+    high = 10.0 if not totals else max(1.0, 10 ** (len_floor(max(totals)) + 1))
+    length = max(run.length, 1e-6)
+    x = Scale(0, length, _LEFT + 34, WIDTH - _RIGHT)
+    parts: list[Markup] = []
+    lane_height, gap, top = 124.0, 44.0, 22.0
+    lanes = ("worker", "sandbox")
+    bottom = top + len(lanes) * (lane_height + gap) - 8
+    begin = 0.0
+    for index, step in enumerate(sorted(run.steps, key=lambda one: one.end)):
+        if index % 2:
+            parts.append(box(x(begin), top, x(step.end) - x(begin), bottom - top, "band", f"step {step.step}"))
+        begin = step.end
+    for number, lane in enumerate(lanes):
+        parts.append(_lane(run, lane, x, top + number * (lane_height + gap), lane_height, low, high))
+    for tick in time_ticks(length):
+        parts += [line(x(tick), bottom, x(tick), bottom + 5, "axis")]
+        parts += [label(x(tick), bottom + 20, time_label(tick, length), anchor="middle")]
+    parts.append(line(x(0), bottom, x(length), bottom, "axis"))
+    for moment in run.resumes:
+        parts += [line(x(moment), top - 6, x(moment), bottom, "resume"), label(x(moment) + 4, top - 8, "resumed")]
+    hows = sorted({done.recovery.how for done in run.recoveries})
+    reading = (
+        "Each × on a lane's base is a fault, each dot above it a recovery: the higher, the longer (logarithmic). "
+        "The strip under the worker's lane shows when a shadow stood by. Shaded columns are optimiser steps."
+    )
+    title = f"{len(run.faults)} faults and {len(run.recoveries)} recoveries over {duration(length)}"
+    entries = [
+        ("fault", "fault"),
+        *((f"how-{how_class(how)}", how) for how in hows),
+        ("standing-by", "shadow standing by"),
+    ]
+    if not run.shadows:
+        entries.pop()
+    return Figure("timeline", question, reading, drawing(bottom + 30, title, join(parts)), legend=legend(*entries))
+
+
+def len_floor(value: float) -> int:
+    """The exponent of the decade that `value` lies in."""
+    exponent = 0
+    while value < 1 and exponent > -6:
+        value, exponent = value * 10, exponent - 1
+    while value >= 10 and exponent < 6:
+        value, exponent = value / 10, exponent + 1
+    return exponent
+
+
+def how_class(how: str) -> str:
+    """The colour class of a way to recover."""
+    known = {"promotion": "promotion", "cold start": "cold", "restore": "restore", "image": "promotion"}
+    word = how.lower().replace("_", " ").replace("-", " ")
+    return next((name for prefix, name in known.items() if word.startswith(prefix)), "other")
+
+
+def _lane(run: History, lane: str, x: Scale, top: float, height: float, low: float, high: float) -> Markup:
+    base = top + height
+    y = log_scale(low, high, base - 12, top + 6)
+    parts: list[Markup] = []
+    decade = low
+    while decade <= high * 1.001:
+        parts += [line(x.start, y(decade), x.end, y(decade), "grid")]
+        parts += [label(x.start - 8, y(decade) + 4, _tick_duration(decade), anchor="end")]
+        decade *= 10
+    name = "worker" if lane == "worker" else "sandboxes"
+    parts.append(label(10, top - 6, name, class_="lane"))
+    parts.append(line(x.start, base, x.end, base, "axis"))
+    mine = [done for done in run.recoveries if (done.recovery.what == "worker") == (lane == "worker")]
+    for done in mine:
+        spot = x(done.end - done.recovery.total_s)
+        style = how_class(done.recovery.how)
+        height_at = y(done.recovery.total_s)
+        parts.append(line(spot, base, spot, height_at, f"stem how-{style}"))
+        dot = tag("title", _recovery_title(done))
+        parts.append(tag("circle", dot, cx=spot, cy=height_at, r=4.2, class_=f"dot how-{style}"))
+    for fault in (one for one in run.faults if one.lane == lane):
+        parts.append(cross(x(fault.x), base, 4.0, "fault", _fault_title(fault)))
+    if lane == "worker" and run.shadows:
+        strip = base + 10
+        parts.append(box(x.start, strip, x.end - x.start, 6, "no-standby", "no shadow stood by"))
+        for since, until in ready_periods(run.shadows, _STANDING_BY, run.length):
+            note = f"shadow standing by for {duration(until - since)}"
+            parts.append(box(x(since), strip, max(0.5, x(until) - x(since)), 6, "standing-by", note))
+        parts.append(label(x.start - 8, strip + 7, "shadow", anchor="end"))
+    return join(parts)
+
+
+def _tick_duration(seconds: float) -> str:
+    return f"{seconds * 1e3:g} ms" if seconds < 0.9995 else f"{seconds:g} s"
+
+
+def _fault_title(fault: Fault) -> str:
+    return (
+        f"{fault.fault} on {fault.subject or 'unknown'}{'' if fault.injected else ' (not injected)'} at {fault.x:.1f} s"
+    )
+
+
+def _recovery_title(done: Done) -> str:
+    one = done.recovery
+    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in one.phases.items())
+    after = f" after {one.fault}" if one.fault else ""
+    return f"{one.subject or one.what}: {one.how}{after}, {duration(one.total_s)}" + (f" ({phases})" if phases else "")
+
+
+def groups_of(recoveries: list[Recovery]) -> dict[tuple[str, str], list[Recovery]]:
+    """Recoveries by (what, how), the worker's first."""
+    groups: dict[tuple[str, str], list[Recovery]] = {}
+    for one in sorted(recoveries, key=lambda one: (one.what != "worker", one.what, one.how != "promotion", one.how)):
+        groups.setdefault((one.what, one.how), []).append(one)
+    return groups
+
+
+def phase_names(recoveries: list[Recovery]) -> list[str]:
+    """Phases in the order in which they were first seen."""
+    return list(dict.fromkeys(name for one in recoveries for name in one.phases))
+
+
+def phases_figure(recoveries: list[Recovery]) -> Figure:
+    """How the median recovery of each kind divides into its phases."""
+    question = "Where does a recovery spend its time?"
+    if not recoveries:
+        return Figure("phases", question, "", None, "nothing had to be recovered.")
+    groups = {key: group for key, group in groups_of(recoveries).items() if phase_names(group)}
+    if not groups:
+        return Figure("phases", question, "", None, "no recovery reported its phases.")
+    colour = {name: index % PHASE_COLOURS for index, name in enumerate(phase_names(recoveries))}
+    left, right = 206.0, 118.0
+    row, top = 46.0, 8.0
+    parts: list[Markup] = []
+    for index, ((what, how), group) in enumerate(groups.items()):
+        y = top + index * row
+        medians = {
+            name: quantile([one.phases[name] for one in group if name in one.phases], 0.5)
+            for name in phase_names(group)
+        }
+        whole = sum(medians.values()) or 1.0
+        parts.append(label(left - 12, y + 14, f"{what}: {how}"[:34], anchor="end", class_="lane"))
+        parts.append(label(left - 12, y + 29, f"n = {len(group)}", anchor="end"))
+        x = left
+        for name, seconds in medians.items():
+            width = seconds / whole * (WIDTH - left - right)
+            note = f"{name}: {duration(seconds)} ({seconds / whole:.0%})"
+            parts.append(box(x, y, width - (1 if width > 3 else 0), 32, f"phase phase-{colour[name]}", note))
+            if width > 7 * len(name) + 14:
+                parts.append(label(x + 7, y + 14, name, class_="on-phase"))
+                parts.append(label(x + 7, y + 27, duration(seconds), class_="on-phase"))
+            elif width > 46:
+                parts.append(label(x + 5, y + 20, duration(seconds), class_="on-phase"))
+            x += width
+        total = quantile([one.total_s for one in group], 0.5)
+        parts.append(label(WIDTH - right + 10, y + 20, duration(total), class_="value"))
+    reading = (
+        "Each bar is 100 % of one kind of recovery, divided by the median of each phase; the number at the right is "
+        "the median of the whole, from the fault until it was usable again. Bars have different scales: compare numbers."
+    )
+    title = "; ".join(f"{what} {how}: {count(len(group))} recoveries" for (what, how), group in groups.items())
+    entries = [(f"phase-{index}", name) for name, index in colour.items()]
+    height = top + len(groups) * row
+    return Figure("phases", question, reading, drawing(height, title, join(parts)), legend=legend(*entries))
