@@ -46,7 +46,9 @@ class SandboxConfig(_Section):
     memory_bytes: int = Field(1 << 30, ge=16 << 20, description="Memory limit of one sandbox.")
     pids: int = Field(512, ge=16, description="Process limit of one sandbox.")
     exec_timeout_s: float = Field(60.0, gt=0, description="Default limit of one command.")
-    output_bytes: int = Field(1 << 20, ge=1024, description="Output kept of one command; the rest is truncated, visibly.")
+    output_bytes: int = Field(
+        1 << 20, ge=1024, description="Output kept of one command; the rest is truncated, visibly."
+    )
     max_running: int = Field(64, ge=1, description="Sandboxes alive at once.")
     max_dumps: int = Field(2, ge=1, description="Checkpoints taken at once on this host.")
     allow_level: Literal["full", "fs+shell", "fs"] = Field("full", description="Lowest checkpoint level to accept.")
@@ -64,10 +66,16 @@ class RecoveryConfig(_Section):
     """How often to try again, and when to give up visibly."""
 
     infra_retries: int = Field(8, ge=0, description="Sandbox recoveries of one rollout before it fails.")
-    attempts: int = Field(2, ge=1, description="Fresh starts of a rollout that spent its retries (group is never shrunk).")
-    breaker: int = Field(20, ge=1, description="Consecutive infrastructure failures without progress that stop the run.")
+    attempts: int = Field(
+        2, ge=1, description="Fresh starts of a rollout that spent its retries (group is never shrunk)."
+    )
+    breaker: int = Field(
+        20, ge=1, description="Consecutive infrastructure failures without progress that stop the run."
+    )
     restore_timeout_s: float = Field(30.0, gt=0)
-    exec_grace_s: float = Field(5.0, gt=0, description="Silence past a command's own timeout before the sandbox counts as hung.")
+    exec_grace_s: float = Field(
+        5.0, gt=0, description="Silence past a command's own timeout before the sandbox counts as hung."
+    )
 
 
 class RunConfig(_Section):

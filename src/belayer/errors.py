@@ -6,7 +6,8 @@ Every error says three things: what happened, what was kept, and what to do next
     ├── ConfigError             the user's configuration cannot be used            (nothing was started)
     ├── RunError                a run directory cannot be opened
     │   ├── RunInUse            another live process holds it
-    │   └── RunVersionMismatch  it was written by an incompatible version of Belayer
+    │   ├── RunVersionMismatch  it was written by an incompatible version of Belayer
+    │   └── CircuitOpen         environments keep failing and nothing gets done        (the run stops, resumable)
     ├── StorageFull             a disk, store or memory-backed file system is full  (the last durable state is kept)
     ├── JournalError
     │   ├── JournalCorrupt      a damaged record that is not a torn tail            (never skipped)
@@ -69,6 +70,10 @@ class RunInUse(RunError):
 
 class RunVersionMismatch(RunError):
     """The run directory was written in a format that this version does not read."""
+
+
+class CircuitOpen(RunError):
+    """Environments failed many times in a row without one completed action; going on would only burn budget."""
 
 
 class StorageFull(BelayerError):

@@ -238,7 +238,9 @@ class Rollout:
             resume_ids=resume,
         )
         if not request.prompt_ids:
-            raise RequestRefused("generate before any observe: the context is empty", next_step="observe a prompt first")
+            raise RequestRefused(
+                "generate before any observe: the context is empty", next_step="observe a prompt first"
+            )
         started, begun = time.time(), time.perf_counter()
 
         def journal_first(chunk: TokenChunk) -> None:
@@ -262,9 +264,7 @@ class Rollout:
         self._environment.bubble_ends(wall_s)
         call = self._history.calls[number]
         self._next = number + 1
-        self._emit(
-            events.GENERATE, turn=self._turns, tokens=len(call.ids) - len(resume), start=started, wall_s=wall_s
-        )
+        self._emit(events.GENERATE, turn=self._turns, tokens=len(call.ids) - len(resume), start=started, wall_s=wall_s)
         return call
 
     def _turn(self, call: Call) -> Turn:

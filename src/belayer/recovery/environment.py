@@ -42,6 +42,7 @@ from belayer.journal.records import (
     EnvRestored,
 )
 from belayer.recovery.actions import Action, action_of, asked, describe, from_journal, observed, perform, to_journal
+from belayer.recovery.breaker import CircuitBreaker
 from belayer.sandbox import Sandbox, Sandboxes
 
 # the same action may see the environment die this often before the rollout is set aside as its likely cause
@@ -75,6 +76,7 @@ class EnvironmentKeeper:
         journal: Journal,
         policy: Policy,
         config: RecoveryConfig,
+        breaker: CircuitBreaker,
         sink: events.EventSink,
     ) -> None:
         self.rollout = rollout
@@ -87,6 +89,7 @@ class EnvironmentKeeper:
         self._history = journal.history(rollout)
         self._policy = policy
         self._config = config
+        self._breaker = breaker
         self._sink = sink
         self._recovery: asyncio.Task[None] | None = None
         self._checkpoint: asyncio.Task[dict[str, Any] | None] | None = None
@@ -142,6 +145,7 @@ class EnvironmentKeeper:
                 self._lose(problem)
                 continue
             wall_s = time.perf_counter() - begun
+            self._breaker.success()
             self._record(
                 ActionCompleted,
                 call=call,
@@ -251,6 +255,7 @@ class EnvironmentKeeper:
         self._activate(sandbox, how, base, target, why, phases, fresh=fresh)
 
     def _spend(self, why: str) -> None:
+        self._breaker.failure(why)
         if self._history.restores >= self._config.infra_retries:
             raise BudgetSpent(
                 f"rollout {self.rollout}: {self._history.restores} environment recoveries, the limit is "

@@ -1,0 +1,33 @@
+# make run     sets everything up and trains a small model in real sandboxes while faults are injected
+# make test    sets everything up, checks style and types, runs all tests
+# make bench   the worker and the environment recovery benchmarks, quick form
+
+SHELL := /bin/bash
+BIN := .venv/bin
+ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E)
+
+.PHONY: run test setup lint bench doctor clean
+
+run: setup
+	$(ROOT) $(BIN)/belayer train examples/shell_grpo.toml --inject --reference
+
+test: setup lint
+	$(ROOT) $(BIN)/python -m pytest
+
+setup:
+	@scripts/setup.sh
+
+lint: setup
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+
+bench: setup
+	$(ROOT) $(BIN)/belayer bench worker --quick --json build/bench-worker.json
+	$(ROOT) $(BIN)/belayer bench env --quick --json build/bench-env.json
+
+doctor: setup
+	$(ROOT) $(BIN)/belayer doctor
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

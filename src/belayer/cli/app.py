@@ -1,0 +1,135 @@
+"""Commands, their help, and how their errors reach the user.
+
+Exit codes: 0 done; 1 something failed, with one error that says what was kept and what to do; 2 the configuration or
+the command line cannot be used; 130 stopped by Ctrl-C (the run can be resumed).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from belayer import __version__
+from belayer.errors import BelayerError, ConfigError
+
+app = App(
+    name="belayer",
+    version=__version__,
+    help="Fault tolerance for LLM agentic RL training: engine workers and sandboxes die, rollouts go on.",
+)
+_stderr = Console(stderr=True, highlight=False)
+
+
+@app.command
+def train(
+    config: Path,
+    *,
+    inject: Annotated[bool | None, Parameter(help="Kill and damage workers and sandboxes at seeded moments.")] = None,
+    reference: Annotated[
+        bool, Parameter(negative="", help="Afterwards run the same seed without faults, and compare every token.")
+    ] = False,
+    run_dir: Annotated[Path | None, Parameter(help="Where the run goes; default: runs/<name>, numbered.")] = None,
+    seed: Annotated[int | None, Parameter(help="Instead of run.seed.")] = None,
+    steps: Annotated[int | None, Parameter(help="Instead of train.steps.")] = None,
+    plain: Annotated[bool, Parameter(negative="", help="Lines instead of the live view.")] = False,
+) -> int:
+    """Train with RL under protection.
+
+    Ctrl-C stops cleanly; `belayer resume RUN` goes on from there, as it does after a kill -9 or a crash of the host.
+
+    Example: `belayer train examples/shell_grpo.toml --inject --reference`
+    """
+    from belayer.cli.train import train_command
+
+    return train_command(
+        config, inject=inject, reference=reference, run_dir=run_dir, seed=seed, steps=steps, plain=plain
+    )
+
+
+@app.command
+def resume(run: Path, *, plain: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Finish a run that was stopped, killed or that failed, from its journal.
+
+    Finished rollouts are not run again; unfinished ones get their sandbox back and go on where they were.
+    """
+    from belayer.cli.train import resume_command
+
+    return resume_command(run, plain=plain)
+
+
+@app.command
+def doctor(
+    *,
+    json: Annotated[bool, Parameter(negative="", help="The same as JSON.")] = False,
+    reap: Annotated[bool, Parameter(negative="", help="Remove what dead runs left on this host.")] = False,
+) -> int:
+    """What this machine can do, the protection that follows, and how to get the next level."""
+    from belayer.cli.doctor import doctor_command
+
+    return doctor_command(as_json=json, reap_now=reap)
+
+
+@app.command
+def bench(
+    name: str,
+    *,
+    quick: Annotated[
+        bool, Parameter(negative="", help="Fewer samples and workloads; ends within about a minute.")
+    ] = False,
+    json: Annotated[Path | None, Parameter(help="Write machine, versions and every sample to this file.")] = None,
+) -> int:
+    """Measure recovery against its baselines, in one command. NAME is `worker` or `env`.
+
+    Exits non-zero when a correctness check inside fails; the figures themselves never fail it.
+    """
+    from belayer.cli.bench import bench_command
+
+    return bench_command(name, quick=quick, json_path=json)
+
+
+@app.command
+def compare(run: Path, reference: Path) -> int:
+    """Compare two runs of the same seed, rollout by rollout and token by token."""
+    from belayer.cli.inspect import compare_command
+
+    return compare_command(run, reference)
+
+
+@app.command
+def report(run: Path, *, reference: Annotated[Path | None, Parameter(help="A run to compare with.")] = None) -> int:
+    """Write `report.html` and `trace.json` of a run, from its metrics."""
+    from belayer.cli.inspect import report_command
+
+    return report_command(run, reference)
+
+
+@app.command
+def show(run: Path, rollout: str | None = None) -> int:
+    """Print a run's rollouts, or one rollout turn by turn, from the journal."""
+    from belayer.cli.inspect import show_command
+
+    return show_command(run, rollout)
+
+
+def main() -> None:
+    """Entry point of the `belayer` command."""
+    try:
+        code = app(exit_on_error=True, print_error=True)
+    except ConfigError as error:
+        _print_error(error)
+        code = 2
+    except BelayerError as error:
+        _print_error(error)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _print_error(error: BelayerError) -> None:
+    _stderr.print(f"[bold red]error:[/] [bold]{type(error).__name__}[/]")
+    _stderr.print(str(error), markup=False)

