@@ -28,7 +28,6 @@ from belayer.observe.summary import Recovery
 _LEFT, _RIGHT = 64.0, 14.0
 _SERVING = frozenset({"serving"})
 _STANDING_BY = frozenset({"ready"})
-PHASE_COLOURS = 8
 
 
 def reward_figure(run: History, reference: History | None, why_no_reference: str) -> Figure:
@@ -109,7 +108,7 @@ def timeline_figure(run: History) -> Figure:
     length = max(run.length, 1e-6)
     x = Scale(0, length, _LEFT + 34, WIDTH - _RIGHT)
     parts: list[Markup] = []
-    lane_height, gap, top = 124.0, 44.0, 22.0
+    lane_height, gap, top = 124.0, 50.0, 22.0
     lanes = ("worker", "sandbox")
     bottom = top + len(lanes) * (lane_height + gap) - 8
     begin = 0.0
@@ -221,44 +220,61 @@ def phase_names(recoveries: list[Recovery]) -> list[str]:
 
 
 def phases_figure(recoveries: list[Recovery]) -> Figure:
-    """How the median recovery of each kind divides into its phases."""
+    """The median of each phase of each kind of recovery, laid out one after the other."""
     question = "Where does a recovery spend its time?"
     if not recoveries:
         return Figure("phases", question, "", None, "nothing had to be recovered.")
     groups = {key: group for key, group in groups_of(recoveries).items() if phase_names(group)}
     if not groups:
         return Figure("phases", question, "", None, "no recovery reported its phases.")
-    colour = {name: index % PHASE_COLOURS for index, name in enumerate(phase_names(recoveries))}
-    left, right = 206.0, 118.0
-    row, top = 46.0, 8.0
+    columns = min(2, len(groups))
+    width = (WIDTH - 36 * (columns - 1)) / columns
     parts: list[Markup] = []
+    top, tallest = 4.0, 0.0
     for index, ((what, how), group) in enumerate(groups.items()):
-        y = top + index * row
-        medians = {
-            name: quantile([one.phases[name] for one in group if name in one.phases], 0.5)
-            for name in phase_names(group)
-        }
-        whole = sum(medians.values()) or 1.0
-        parts.append(label(left - 12, y + 14, f"{what}: {how}"[:34], anchor="end", class_="lane"))
-        parts.append(label(left - 12, y + 29, f"n = {len(group)}", anchor="end"))
-        x = left
-        for name, seconds in medians.items():
-            width = seconds / whole * (WIDTH - left - right)
-            note = f"{name}: {duration(seconds)} ({seconds / whole:.0%})"
-            parts.append(box(x, y, width - (1 if width > 3 else 0), 32, f"phase phase-{colour[name]}", note))
-            if width > 7 * len(name) + 14:
-                parts.append(label(x + 7, y + 14, name, class_="on-phase"))
-                parts.append(label(x + 7, y + 27, duration(seconds), class_="on-phase"))
-            elif width > 46:
-                parts.append(label(x + 5, y + 20, duration(seconds), class_="on-phase"))
-            x += width
-        total = quantile([one.total_s for one in group], 0.5)
-        parts.append(label(WIDTH - right + 10, y + 20, duration(total), class_="value"))
+        column = index % columns
+        if index and column == 0:
+            top, tallest = top + tallest + 22, 0.0
+        panel, height = _waterfall(f"{what}: {how}", how, group, column * (width + 36), top, width)
+        parts.append(panel)
+        tallest = max(tallest, height)
     reading = (
-        "Each bar is 100 % of one kind of recovery, divided by the median of each phase; the number at the right is "
-        "the median of the whole, from the fault until it was usable again. Bars have different scales: compare numbers."
+        "One panel per kind of recovery, each with its own scale. Phases follow each other from left to right: bar and "
+        "number are the phase's median, the thin line reaches to its 90th percentile."
     )
     title = "; ".join(f"{what} {how}: {count(len(group))} recoveries" for (what, how), group in groups.items())
-    entries = [(f"phase-{index}", name) for name, index in colour.items()]
-    height = top + len(groups) * row
-    return Figure("phases", question, reading, drawing(height, title, join(parts)), legend=legend(*entries))
+    return Figure("phases", question, reading, drawing(top + tallest + 2, title, join(parts)))
+
+
+def _waterfall(
+    name: str, how: str, group: list[Recovery], left: float, top: float, width: float
+) -> tuple[Markup, float]:
+    """One panel and its height."""
+    row, names = 20.0, phase_names(group)
+    values = {name: [one.phases[name] for one in group if name in one.phases] for name in names}
+    medians = {name: quantile(values[name], 0.5) for name in names}
+    starts, at = {}, 0.0
+    for phase in names:
+        starts[phase], at = at, at + medians[phase]
+    reach = max([at, *(starts[phase] + quantile(values[phase], 0.9) for phase in names)]) or 1.0
+    x = Scale(0, reach, left + 116, left + width - 76)
+    total = quantile([one.total_s for one in group], 0.5)
+    first = top + 30
+    parts = [
+        label(left, top + 13, name[:40], class_="lane"),
+        label(left + width, top + 13, f"{duration(total)}", anchor="end", class_="value"),
+        label(left + width - 76, top + 13, f"n = {count(len(group))}, median whole", anchor="end"),
+        line(left, top + 21, left + width, top + 21, "grid"),
+    ]
+    for index, phase in enumerate(names):
+        y = first + index * row
+        start, end = x(starts[phase]), x(starts[phase] + medians[phase])
+        high = quantile(values[phase], 0.9)
+        note = f"{phase}: median {duration(medians[phase])}, p90 {duration(high)}, n = {len(values[phase])}"
+        parts += [
+            label(left + 106, y + 11, phase if len(phase) <= 18 else f"{phase[:17]}…", anchor="end"),
+            line(start, y + 7, x(starts[phase] + high), y + 7, f"whisker how-{how_class(how)}"),
+            box(start, y + 1, max(1.5, end - start), 12, f"fall how-{how_class(how)}", note, rx=1.5),
+            label(left + width, y + 11, duration(medians[phase]), anchor="end"),
+        ]
+    return join(parts), 30 + row * len(names)

@@ -128,8 +128,8 @@ def lanes_figure(run: History) -> Figure:
     parts.append(line(x.start, bottom, x.end, bottom, "axis"))
     more = f" Shown are {len(shown)} of its {len(rollouts)} rollouts." if len(rollouts) > len(shown) else ""
     reading = (
-        f"Step {step}, the one with the most recoveries; one line per rollout. Checkpoints lie under the work that hides "
-        f"them; where a rollout waited for one, the wait is drawn at the checkpoint's end.{more}"
+        f"Step {step}, the one with the most recoveries; one line per rollout. Checkpoints lie under the work that "
+        f"hides them; where a rollout waited for one, the wait is drawn at the checkpoint's end.{more}"
     )
     entries = (
         ("generate", "model generates"),

@@ -3,12 +3,10 @@
 CSS = """
 :root{color-scheme:light dark;--bg:#f6f7f9;--panel:#fff;--ink:#191d24;--muted:#5b6472;--line:#dfe3e8;--grid:#e9ecf0;
 --run:#1f5fbf;--ref:#f2c46d;--fault:#c4302b;--ok:#12805c;--cold:#c8600a;--restore:#2f6fd0;--other:#8250c4;
---band:#f1f4f8;--hidden:#a9c8ef;--exposed:#d5650c;--generate:#5b8def;--exec:#2a9d8f;--life:#e6eaf0;--absent:#e3d3d2;
---p0:#3b6fb6;--p1:#2a9d8f;--p2:#8a6fd1;--p3:#b8860b;--p4:#c05a6b;--p5:#5f7d3a;--p6:#607086;--p7:#a3552b}
+--band:#f1f4f8;--hidden:#a9c8ef;--exposed:#d5650c;--generate:#5b8def;--exec:#2a9d8f;--life:#e6eaf0;--absent:#e3d3d2}
 @media(prefers-color-scheme:dark){:root{--bg:#11141a;--panel:#191d25;--ink:#e8ebf0;--muted:#9aa5b4;--line:#2d3440;
 --grid:#262c36;--run:#7db0ff;--ref:#7a5a1c;--fault:#ff7169;--ok:#3ecf9b;--cold:#ff9d4d;--restore:#74a9ff;--other:#bd9bf5;
---band:#1f242d;--hidden:#36557f;--exposed:#ff9147;--generate:#4a78d0;--exec:#2a9d8f;--life:#2a303b;--absent:#4a3433;
---p0:#3f74bf;--p1:#23857a;--p2:#7b61c2;--p3:#946d0b;--p4:#ad4d5e;--p5:#58753a;--p6:#5f6d82;--p7:#96522e}}
+--band:#1f242d;--hidden:#36557f;--exposed:#ff9147;--generate:#4a78d0;--exec:#2a9d8f;--life:#2a303b;--absent:#4a3433}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,
 "Helvetica Neue","DejaVu Sans",sans-serif;font-variant-numeric:tabular-nums}
@@ -44,7 +42,6 @@ svg{display:block;width:100%;min-width:700px;height:auto}
 .swatch.fault::before{content:"\\00d7";color:var(--fault);font:700 18px/10px sans-serif}
 svg text{font-size:12px;fill:var(--ink);font-family:inherit}
 text.tick{fill:var(--muted);font-size:11.5px}text.lane{font-weight:600;font-size:13px}text.value{font-weight:650;font-size:14px}
-text.on-phase{fill:#fff;font-size:11px}
 .grid{stroke:var(--grid)}.axis{stroke:var(--muted);stroke-width:1}.band{fill:var(--band)}
 .resume{stroke:var(--muted);stroke-dasharray:4 3}
 .run{fill:none;stroke:var(--run);stroke-width:1.8;stroke-linejoin:round}.run-dot{fill:var(--run)}
@@ -57,11 +54,8 @@ text.on-phase{fill:#fff;font-size:11px}
 .standing-by{fill:var(--ok)}.no-standby{fill:var(--absent)}
 .hidden{fill:var(--hidden)}.exposed{fill:var(--exposed)}
 .life{fill:var(--life)}.generate{fill:var(--generate)}.exec{fill:var(--exec)}
+.fall{stroke:none}.whisker{stroke-width:1.6;stroke-opacity:.6}
 .mend{fill-opacity:.25;stroke-width:1.6}.outage{fill-opacity:.32;stroke-opacity:.8;stroke-width:1}
-.phase-0{fill:var(--p0);background:var(--p0)}.phase-1{fill:var(--p1);background:var(--p1)}
-.phase-2{fill:var(--p2);background:var(--p2)}.phase-3{fill:var(--p3);background:var(--p3)}
-.phase-4{fill:var(--p4);background:var(--p4)}.phase-5{fill:var(--p5);background:var(--p5)}
-.phase-6{fill:var(--p6);background:var(--p6)}.phase-7{fill:var(--p7);background:var(--p7)}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
 th,td{padding:5px 10px;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}
 th{color:var(--muted);font-weight:600}th.word,td.word{text-align:left}

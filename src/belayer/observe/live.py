@@ -11,7 +11,7 @@ import sys
 import time
 from itertools import pairwise
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import IO, Protocol
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
@@ -247,7 +247,7 @@ def _short(name: str, room: int) -> str:
 class PlainView:
     """One line per optimiser step, fault and recovery, for logs. A reader that went away only silences it."""
 
-    def __init__(self, run_name: str, *, stream: TextIO | None = None) -> None:
+    def __init__(self, run_name: str, *, stream: IO[str] | None = None) -> None:
         self._feed = LiveFeed()
         self._run_name = run_name
         self._stream = stream or sys.stdout

@@ -27,8 +27,9 @@ _WAKE_BYTES = 256 << 10
 class MetricsLog:
     """An event sink that appends to `path`; a file that exists (a resumed run) is continued.
 
-    Lines reach the file within `flush_s` seconds and on `close`. Where the disk refuses them they are kept, tried again,
-    and past 8 MiB dropped: `dropped` counts those, `failure` says why. Raises `OSError` if the file cannot be opened.
+    Lines reach the file within `flush_s` seconds and on `close`. Where the disk refuses them they are kept, tried
+    again, and past 8 MiB dropped: `dropped` counts those, `failure` says why. Raises `OSError` if the file cannot be
+    opened.
     """
 
     def __init__(self, path: Path, *, flush_s: float = 1.0) -> None:

@@ -132,7 +132,7 @@ def _verdict(summary: RunSummary) -> Markup:
 
 def _cards(run: _Source, other: _Source | None, why: str) -> Markup:
     summary = run.summary
-    kinds = " · ".join(f"{number} {kind}" for kind, number in summary.faults_injected.by_kind.items())
+    kinds = " · ".join(f"{kind}\u00a0{number}" for kind, number in summary.faults_injected.by_kind.items())
     cards = [
         _card(
             "Rollouts delivered / started",
@@ -185,27 +185,27 @@ def _recovery_card(what: str, name: str, recoveries: list[Recovery]) -> Markup:
     if not mine:
         return _card(name, "none needed", f"no {what} had to be recovered")
     totals = [one.total_s for one in mine]
-    hows = " · ".join(f"{len(group)} {how}" for (_, how), group in groups_of(mine).items())
+    hows = " · ".join(f"{len(group)}\u00a0{how}" for (_, how), group in groups_of(mine).items())
     spread = f"p90 {duration(quantile(totals, 0.9))} · max {duration(max(totals))}"
     return _card(name, duration(quantile(totals, 0.5)), f"{spread} · {hows}")
 
 
 def _wall_card(run: _Source, other: _Source | None, why: str) -> Markup:
-    name = "Time with / without faults"
+    name = "Time added by faults"
     if other is None:
         return _card("Run time", duration(run.summary.wall_s), f"nothing to compare with: {why}")
     mine = {step.step: step.wall_s for step in run.history.steps if step.wall_s is not None}
     theirs = {step.step: step.wall_s for step in other.history.steps if step.wall_s is not None}
     shared = mine.keys() & theirs.keys()
-    whole = f"whole runs: {duration(run.summary.wall_s)} / {duration(other.summary.wall_s)}"
     with_faults, without = sum(mine[step] for step in shared), sum(theirs[step] for step in shared)
     if not shared or without <= 0:
-        return _card(name, "unknown", f"no step with its time in both; {whole}")
+        return _card(name, "unknown", "no step has its time in both runs")
     change = with_faults / without - 1
     return _card(
         name,
-        f"{duration(with_faults)} / {duration(without)}",
-        f"{change:+.1%} over the {len(shared)} steps both did (two single runs, noise included); {whole}",
+        f"{change:+.1%}",
+        f"{duration(with_faults)} with, {duration(without)} without, over the {len(shared)} steps that both did "
+        "(one run each: noise is in it)",
     )
 
 

@@ -144,7 +144,7 @@ def _rollouts(run: History) -> list[dict[str, Any]]:
 
 def _states(states: list[State], lane: int, length: float) -> list[dict[str, Any]]:
     ordered = sorted(states, key=lambda state: state.x)
-    ends = [state.x for state in ordered[1:]] + [length]
+    ends = [*(state.x for state in ordered[1:]), length][: len(ordered)]
     return [
         _slice(
             _ENGINE,
