@@ -96,9 +96,12 @@ class TrainConfig(_Section):
     steps: int = Field(30, ge=1)
     groups: int = Field(8, ge=1, description="Prompts per optimiser step.")
     group_size: int = Field(4, ge=2, description="Rollouts per prompt.")
-    learning_rate: float = Field(1e-3, gt=0)
-    temperature: float = Field(1.0, gt=0)
+    learning_rate: float = Field(5e-4, gt=0)
+    temperature: float = Field(1.0, gt=0, description="What the task's function samples with.")
+    threads: int = Field(1, ge=1, description="Compute threads of the trainer. Another number gives other roundings.")
     warm_start_steps: int = Field(0, ge=0, description="Supervised steps before RL.")
+    warm_start_batch: int = Field(32, ge=1, description="Demonstrations per supervised step.")
+    warm_start_learning_rate: float = Field(3e-3, gt=0)
 
 
 class FaultsConfig(_Section):
@@ -163,12 +166,21 @@ def _explain(error: ValidationError, path: Path | None) -> str:
     for item in error.errors():
         dotted = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(dotted, _known_keys(), n=1, cutoff=0.5)
-            hint = f"; did you mean `{near[0]}`?" if near else f"; known here: {_siblings(dotted)}"
+            near = _nearest(dotted)
+            hint = f"; did you mean `{near}`?" if near else f"; known here: {_siblings(dotted)}"
             problems.append(f"unknown key `{dotted}`{hint}")
         else:
             problems.append(f"`{dotted}`: {item['msg']} (got {item['input']!r})")
     return f"{where}: " + "; ".join(problems)
+
+
+def _nearest(dotted: str) -> str | None:
+    """The known key that was probably meant: one of the same section, else the same name in another section."""
+    section, _, name = dotted.rpartition(".")
+    names = [key.rpartition(".")[2] for key in _known_keys() if key.rpartition(".")[0] == section]
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+        return f"{section}.{close[0]}" if section else close[0]
+    return next((key for key in _known_keys() if key.rpartition(".")[2] == name), None)
 
 
 def _known_keys() -> list[str]:

@@ -1,0 +1,1 @@
+"""Adapters for trainers and harnesses. Each module needs the framework whose name it bears."""
