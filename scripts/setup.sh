@@ -24,15 +24,6 @@ fail() {
   [ -s "$log" ] && { printf 'The last lines of %s:\n' "$log" >&2; tail -n 15 "$log" >&2; }
   exit 1
 }
-# run a slow command with its output in the log and its time on the screen
-step() {
-  local what=$1 hint=$2 begun=$SECONDS
-  shift 2
-  say "$what"
-  "$@" >>"$log" 2>&1 || fail "$hint"
-  ok "$((SECONDS - begun)) s"
-}
-
 exec 9>"$cache/setup.lock"
 flock -n 9 || { echo "  another set-up is running; waiting for it"; flock 9; }
 : >"$log"
@@ -89,12 +80,12 @@ layer=$(sha256sum pyproject.toml | cut -c1-12)-$key
 say "Belayer in .venv"
 if [ "$(cat .venv/.layer 2>/dev/null)" != "$layer" ] || ! .venv/bin/python -c 'import belayer' 2>/dev/null; then
   {
-    rm -rf .venv
-    "$python" -m venv --without-pip .venv
-    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/belayer-cache.pth"
-    "$venv/bin/pip" --python .venv/bin/python install -q --no-deps --no-build-isolation -e .
-    echo "$layer" >.venv/.layer
+    rm -rf .venv &&
+      "$python" -m venv --without-pip .venv &&
+      site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
+      "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/belayer-cache.pth" &&
+      "$venv/bin/pip" --python .venv/bin/python install -q --no-deps --no-build-isolation -e . &&
+      echo "$layer" >.venv/.layer
   } >>"$log" 2>&1 || fail "Belayer itself could not be installed."
 fi
 ok

@@ -35,6 +35,9 @@ class EngineConfig(_Section):
     start_timeout_s: float = Field(180.0, gt=0, description="Deadline of a worker start.")
     promote_timeout_s: float = Field(10.0, gt=0, description="Deadline of a promotion; past it, cold start.")
     threads: int = Field(0, ge=0, description="Compute threads of a worker; 0: one per core.")
+    batch_invariant: bool = Field(
+        True, description="A request's tokens do not depend on what is decoded beside it (float32; else no effect)."
+    )
 
 
 class SandboxConfig(_Section):

@@ -43,7 +43,7 @@ def fan_out(*sinks: EventSink) -> EventSink:
     return emit
 
 
-# -- run and training ------------------------------------------------------------------------------------------------
+# -- run and training ----------------------------------------------------------------------------
 RUN_STARTED = "run.started"  # seed, resumed, steps (planned, of the whole run), inject (bool), versions {name: version}
 RUN_FINISHED = "run.finished"  # wall_s, ok
 RUN_COMPARED = "run.compared"  # reference, rollouts_compared, rollouts_identical, tokens_compared, tokens_changed
@@ -55,19 +55,19 @@ ROLLOUT_DELIVERED = "rollout.delivered"  # attempt, step; emitted once the train
 ROLLOUT_FAILED = "rollout.failed"  # reason, failure (error type)
 ROLLOUT_TRUNCATED = "rollout.truncated"  # position, action, reason
 
-# -- what a rollout does, for the timeline ------------------------------------------------------------------------------
+# -- what a rollout does, for the timeline --------------------------------------------------------
 GENERATE = "span.generate"  # turn, tokens, start (wall clock), wall_s
 EXEC = "span.exec"  # action, exit_code, start, wall_s
 CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, exposed_s (time the rollout waited for it)
 
-# -- faults and recoveries -----------------------------------------------------------------------------------------------
+# -- faults and recoveries ------------------------------------------------------------------------
 # subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves (its own id goes in `sandbox`)
 FAULT_INJECTED = "fault.injected"  # fault (worker.sigkill, worker.sigstop, sandbox.kill, sandbox.damage), target
 FAULT_DETECTED = "fault.detected"  # fault, how, detect_s where known
-# what ("worker" | "sandbox"), how (promotion, cold start, restore, …), fault where known, phases {name: s} in order, total_s
+# what ("worker" | "sandbox"), how (promotion, cold start, restore, …), fault where known, phases {name: s}, total_s
 RECOVERED = "recovered"
 
-# -- engine --------------------------------------------------------------------------------------------------------------
+# -- engine ---------------------------------------------------------------------------------------
 WORKER_STATE = "engine.worker"  # generation, pid, state (starting, serving, dead)
 SHADOW_STATE = "engine.shadow"  # pid, state (starting, ready, promoted, dead, none), reason
 WEIGHTS_COMMITTED = "engine.weights"  # epoch, policy_version, digest, wall_s

@@ -144,7 +144,7 @@ class Rollout:
         self._turns = 0
         self._busy = ""
 
-    # -- calls of the user's function --------------------------------------------------------------------------------
+    # -- calls of the user's function -------------------------------------------------------------
 
     async def observe(self, tokens: Sequence[int] | str) -> list[int]:
         """Append a prompt or an observation to the context: token ids, or text if the run has a tokenizer."""
@@ -209,7 +209,7 @@ class Rollout:
             self._next += 1
             return result
 
-    # -- how a call is answered ------------------------------------------------------------------------------------------
+    # -- how a call is answered -------------------------------------------------------------------
 
     def _answered(self, kind: str, text: str) -> Call | None:
         """The journal's answer to the next call, if it has one; checks that it is the same call."""

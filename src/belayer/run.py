@@ -126,7 +126,7 @@ class Run:
         self.label.close()
         self.directory.close()
 
-    # -- rollouts --------------------------------------------------------------------------------------------------------
+    # -- rollouts ---------------------------------------------------------------------------------
 
     async def rollouts(
         self, solve: Solve, tasks: Sequence[Any], *, group_size: int = 1, name: str = "r"
@@ -202,7 +202,7 @@ class Run:
         assert self.engine is not None
         await self.engine.update_weights(tensors, policy_version)
 
-    # -- one rollout ---------------------------------------------------------------------------------------------------
+    # -- one rollout ------------------------------------------------------------------------------
 
     async def _run_one(self, solve: Solve, rollout_id: str, group: str, task: Any) -> Trajectory:
         history = self.journal.history(rollout_id)

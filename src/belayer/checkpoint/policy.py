@@ -152,8 +152,8 @@ class Adaptive:
         take = exposed <= saved
         why = (
             f"exposed {exposed * 1e3:.1f} ms {'<=' if take else '>'} saved {saved * 1e3:.1f} ms "
-            f"(cost {cost * 1e3:.0f} ms, bubble {self._bubble.quantile(0.0) * 1e3:.0f} ms, redo {situation.redo_s:.2f} s, "
-            f"failures {rate * 3600:.2f}/h)"
+            f"(cost {cost * 1e3:.0f} ms, bubble {self._bubble.quantile(0.0) * 1e3:.0f} ms, "
+            f"redo {situation.redo_s:.2f} s, failures {rate * 3600:.2f}/h)"
         )
         return Decision(take, why)
 

@@ -30,8 +30,8 @@ class FaultInjector:
     """Waits for each fault's moment and strikes.
 
     `progress()` is the share of work done, `worker_pid()` the serving worker (None while there is none),
-    `standby()` whether a shadow stands by, `sandboxes()` the living sandboxes with the rollouts they serve. A fault without a target after 30 s is
-    reported as skipped, never counted as injected.
+    `standby()` whether a shadow stands by, `sandboxes()` the living sandboxes with the rollouts
+    they serve. A fault without a target after 30 s is reported as skipped, never counted as injected.
     """
 
     def __init__(

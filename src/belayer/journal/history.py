@@ -76,7 +76,7 @@ class History:
         self.reward: float | None = None
         self.failed: RolloutFailed | None = None
 
-    # -- fold ----------------------------------------------------------------------------------------------------------
+    # -- fold -------------------------------------------------------------------------------------
 
     def apply(self, record: AnyRecord) -> None:
         """Add the next record. Raises `JournalCorrupt` where it cannot follow what came before."""
@@ -136,7 +136,7 @@ class History:
             call.versions.extend([record.weights_version] * len(record.ids))
             call.finish = record.finish
 
-    # -- questions -----------------------------------------------------------------------------------------------------
+    # -- questions --------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:

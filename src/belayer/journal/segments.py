@@ -65,7 +65,8 @@ class SegmentWriter:
         self.torn_bytes = 0
         self._seq = 0
         end: tuple[Path, int] | None = None
-        for end, record in _scan_with_ends(folder):
+        for place, record in _scan_with_ends(folder):
+            end = place
             self.records.append(record)
             self._seq += 1
         files = segment_files(folder)

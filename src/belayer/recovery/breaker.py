@@ -26,7 +26,7 @@ class CircuitBreaker:
         self._streak += 1
         if self._streak > self._limit:
             raise CircuitOpen(
-                f"{self._streak} environment failures in a row without one completed action; the first was: {self._first}",
+                f"{self._streak} environment failures in a row without one completed action; the first: {self._first}",
                 kept="the journal; finished rollouts stay finished",
                 next_step="`belayer doctor` shows what this host can do; then `belayer resume` the run",
             )

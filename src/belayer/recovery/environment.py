@@ -109,7 +109,7 @@ class EnvironmentKeeper:
         """Number of actions that the environment has, and the journal holds."""
         return len(self._history.actions())
 
-    # -- actions ---------------------------------------------------------------------------------------------------------
+    # -- actions ----------------------------------------------------------------------------------
 
     async def act(self, call: int, action: Action) -> Any:
         """Perform the rollout's next action and return its journalled result.
@@ -186,7 +186,7 @@ class EnvironmentKeeper:
                 next_step="look at what that command does; `belayer show` prints the rollout",
             )
 
-    # -- loss and recovery -----------------------------------------------------------------------------------------------
+    # -- loss and recovery ------------------------------------------------------------------------
 
     def _lose(self, why: str) -> None:
         if self.state in (EnvironmentState.LOST, EnvironmentState.CLOSED):
@@ -330,7 +330,7 @@ class EnvironmentKeeper:
             replayed=target - base,
         )
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------
 
     def bubble_begins(self) -> None:
         """The model's turn begins and the environment is idle: checkpoint it now, if that pays."""
@@ -394,7 +394,7 @@ class EnvironmentKeeper:
             exposed_s = 0.0 if was_done else time.perf_counter() - begun
             self._emit(events.CHECKPOINT, exposed_s=exposed_s, **details)
 
-    # -- end -------------------------------------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Discard the sandbox and its checkpoints; waits for what is under way."""
