@@ -36,9 +36,9 @@ MAX_TOKENS = 12  # of one command, its newline included; the longest useful one 
 COMMAND_TIMEOUT_S = 10.0
 
 # How often a warm-start demonstration makes each kind of mistake. They set the reward at which RL starts.
-WRONG_FOLDER = 0.35
-WRONG_FILE = 0.35
-WRONG_LETTER = 0.35
+WRONG_FOLDER = 0.5
+WRONG_FILE = 0.5
+WRONG_LETTER = 0.3
 WRONG_PLACE = 0.2
 
 

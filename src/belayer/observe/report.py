@@ -152,7 +152,11 @@ def _cards(run: _Source, other: _Source | None, why: str) -> Markup:
             else "the run recorded no comparison",
             bad=bool(summary.tokens_changed),
         ),
-        _card("Faults injected", count(summary.faults_injected.total), kinds or "none"),
+        _card(
+            "Faults injected",
+            count(summary.faults_injected.total),
+            f"{kinds or 'none'} · {len(summary.recoveries)}\u00a0recoveries",
+        ),
         _recovery_card("worker", "Worker recovery, median", summary.recoveries),
         _recovery_card("sandbox", "Sandbox recovery, median", summary.recoveries),
         _wall_card(run, other, why),
@@ -185,9 +189,11 @@ def _recovery_card(what: str, name: str, recoveries: list[Recovery]) -> Markup:
     if not mine:
         return _card(name, "none needed", f"no {what} had to be recovered")
     totals = [one.total_s for one in mine]
-    hows = " · ".join(f"{len(group)}\u00a0{how}" for (_, how), group in groups_of(mine).items())
-    spread = f"p90 {duration(quantile(totals, 0.9))} · max {duration(max(totals))}"
-    return _card(name, duration(quantile(totals, 0.5)), f"{spread} · {hows}")
+    kinds = [
+        f"{len(group)}\u00a0{how}, median\u00a0{duration(quantile([one.total_s for one in group], 0.5))}"
+        for (_, how), group in groups_of(mine).items()
+    ]
+    return _card(name, duration(quantile(totals, 0.5)), f"{' · '.join(kinds)} · longest\u00a0{duration(max(totals))}")
 
 
 def _wall_card(run: _Source, other: _Source | None, why: str) -> Markup:
@@ -248,13 +254,13 @@ def _footer(run: _Source, other: _Source | None) -> Markup:
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     lines: list[Markup] = [tag("p", note) for note in run.notes]
     if other is not None:
-        lines.append(tag("p", "Reference: ", tag("code", str(other.path))))
+        lines.append(tag("p", "Reference: ", tag("code", other.path.resolve().name)))
         lines += [tag("p", f"Reference: {note}") for note in other.notes]
     lines.append(
         tag(
             "p",
             f"Made {made} from ",
-            tag("code", str(run.path / "metrics.jsonl")),
+            tag("code", f"{run.path.resolve().name}/metrics.jsonl"),
             ". The numbers behind every figure are in this page as JSON (element ",
             tag("code", "belayer-data"),
             "); times are seconds since the run's start. Medians and p90 interpolate linearly.",

@@ -16,21 +16,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from belayer.training.task import load_task
+from belayer.training.grpo import train
+from belayer.training.interface import StepReport, TrainingStopped
+from belayer.training.model import prepare_model
+from belayer.training.state import newest_state
+from belayer.training.task import Task, load_task
 
 from belayer import events
 from belayer.config import Config
 from belayer.engine import Engine
-from belayer.errors import BelayerError, ConfigError
+from belayer.errors import ConfigError
 from belayer.faults import FaultInjector, plan
-from belayer.journal import read_histories
-from belayer.rollout import Trajectory
+from belayer.journal import read_histories, scan
+from belayer.journal.records import Acknowledged
+from belayer.rollout import Trajectory, trajectory
 from belayer.run import Run
 
 if TYPE_CHECKING:
     import torch
-
-    from belayer.training import StepReport, Task
 
 T = TypeVar("T")
 
@@ -68,8 +71,6 @@ class RunSource:
             # saved before the crash but not acknowledged: the journal still has them
             histories = self._run.journal.histories
             mine = [h for key, h in histories.items() if key.startswith(f"{step_name(step)}-") and h.finished]
-            from belayer.rollout import trajectory
-
             trajectories = [trajectory(history) for history in mine]
         done = trajectories
 
@@ -81,7 +82,7 @@ class RunSource:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if self._stop.is_set():
             work.close()
-            raise Stopped
+            raise TrainingStopped
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         while True:
             try:
@@ -91,11 +92,7 @@ class RunSource:
                     raise  # the work itself timed out
                 if self._stop.is_set():
                     future.cancel()
-                    raise Stopped from None
-
-
-class Stopped(BaseException):
-    """Unwinds the trainer's thread when the job is stopped."""
+                    raise TrainingStopped from None
 
 
 def step_name(step: int) -> str:
@@ -110,20 +107,25 @@ async def run_job(
     `base` is the folder that the task's path is relative to. Cancel it to stop; everything is gone then and the run
     can be resumed.
     """
-    from belayer.training import prepare_model, train
-
     if config.train is None:
         raise ConfigError("the configuration has no [train] section")
     begun = time.perf_counter()
     task = load_task(config.train.task, base)
     state_dir = run_dir / "trainer"
     say("preparing the model")
-    model = await asyncio.to_thread(
-        prepare_model, config.train, task, state_dir, seed=config.run.seed, base=base, progress=say
-    )
+    model = await asyncio.to_thread(prepare_model, config.train, task, state_dir, config.run.seed, say, base=base)
+    state = newest_state(state_dir)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
     say("starting engine and sandboxes")
-    async with await Run.open(run_dir, config, tokenizer=task.tokenizer, sink=sink) as run:
+    opening = Run.open(
+        run_dir,
+        config,
+        tokenizer=task.tokenizer,
+        sink=sink,
+        weights=state.weights() if state else None,
+        policy_version=state.step if state else 0,
+    )
+    async with await opening as run:
         assert run.engine is not None
         await run.engine.wait_standby(config.engine.start_timeout_s)
         sink(
@@ -138,7 +140,7 @@ async def run_job(
                 },
             )
         )
-        skipped = await _train_with_faults(config, task, state_dir, run, run.engine, sink, train)
+        skipped = await _train_with_faults(config, task, state_dir, run, run.engine, sink)
     counts = journal_counts(run_dir)
     wall_s = time.perf_counter() - begun
     sink(events.Event(kind=events.RUN_FINISHED, data={"wall_s": wall_s, "ok": counts[0] == counts[1]}))
@@ -146,7 +148,7 @@ async def run_job(
 
 
 async def _train_with_faults(
-    config: Config, task: Task, state_dir: Path, run: Run, engine: Engine, sink: events.EventSink, train: Any
+    config: Config, task: Task, state_dir: Path, run: Run, engine: Engine, sink: events.EventSink
 ) -> list[str]:
     assert config.train is not None
     stop = threading.Event()
@@ -173,33 +175,27 @@ async def _train_with_faults(
     injecting = asyncio.create_task(injector.run())
     source = RunSource(run, task, loop, stop)
 
-    def training() -> None:
-        try:
-            train(config.train, task, source, state_dir, seed=config.run.seed, on_step=on_step, stop=stop)
-        except Stopped:
-            pass
-
-    trainer = asyncio.create_task(asyncio.to_thread(training))
+    trainer = asyncio.create_task(
+        asyncio.to_thread(
+            train, config.train, task, source, state_dir, seed=config.run.seed, on_step=on_step, stop=stop
+        )
+    )
     try:
         # an injector that fails is a bug that must not pass as "no faults"
-        await asyncio.wait({trainer, injecting}, return_when=asyncio.FIRST_EXCEPTION if injecting else "ALL_COMPLETED")
-        if injecting.done() and injecting.exception():
-            raise injecting.exception()  # type: ignore[misc]
-        await trainer
+        watched = {trainer, injecting}
+        while not trainer.done():
+            done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            for task_done in done:
+                task_done.result()
     finally:
         stop.set()
         injecting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, BelayerError):
-            await asyncio.gather(injecting, return_exceptions=True)
-        await asyncio.gather(trainer, return_exceptions=True)
+        await asyncio.gather(injecting, trainer, return_exceptions=True)
     return injector.skipped + [fault.kind for fault in injector.pending]
 
 
 def journal_counts(run_dir: Path) -> tuple[int, int, int]:
     """(started, delivered, duplicated) rollouts of a run directory, by its journal."""
-    from belayer.journal import scan
-    from belayer.journal.records import Acknowledged
-
     histories = read_histories(run_dir / "journal")
     acknowledged = [record for record in scan(run_dir / "journal") if isinstance(record, Acknowledged)]
     delivered = sum(history.acknowledged for history in histories.values())

@@ -1,0 +1,354 @@
+"""The engine's processes under its supervisor: carries out what the state machine decides and reports back to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from belayer import events as ev
+from belayer.config import EngineConfig
+from belayer.engine import supervisor as sv
+from belayer.engine._epochs import Epochs
+from belayer.engine._host import may_lower_nice
+from belayer.engine._model_folder import ModelFacts
+from belayer.engine._owner_process import OwnerProcess
+from belayer.engine._process import environment
+from belayer.engine._recovery_clock import RecoveryClock
+from belayer.engine._wire import (
+    Activate,
+    Activated,
+    Epoch,
+    FromWorker,
+    Ready,
+    Refusal,
+    Spec,
+    Switch,
+    Switched,
+    Tokens,
+)
+from belayer.engine._worker_link import WorkerLink
+from belayer.errors import EngineError, EngineUnavailable, OwnerLost, WeightsError
+from belayer.ownership import RunLabel
+
+HEALTH_TIMEOUT_S = 1.0
+FENCE_TIMEOUT_S = 10.0
+STANDBY_NICE = 10
+
+
+class Fleet:
+    """Owner, worker and shadow.
+
+    `on_tokens` gets every step's outcome of the serving worker; `on_route` is called when a worker begins to serve and
+    needs its requests, and returns how many it was given; `on_lost` when no worker can serve any more.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelFacts, label: RunLabel, events: ev.EventSink, log_dir: Path):
+        self._config = config
+        self._model = model
+        self._label = label
+        self._events = events
+        self._log_dir = log_dir
+        self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
+        self._generation = 0
+        self._owners = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._policy_version = 0
+        self._closing = False
+        self.supervisor = sv.Supervisor(
+            sv.Limits(config.start_timeout_s, config.promote_timeout_s, standby=config.standby == "process"),
+            time.monotonic,
+        )
+        self.clock = RecoveryClock()
+        self.links: dict[int, WorkerLink] = {}
+        self.owner: OwnerProcess
+        self.epochs: Epochs | None = None
+        self.clean: Epoch | None = None
+        self.owner_usable = asyncio.Event()
+        self.changed = asyncio.Condition()  # notified whenever a link or the supervisor's state changed
+        self.failure: EngineError | None = None
+        self.stale_tokens = 0
+        self.on_tokens: Callable[[Tokens], None]
+        self.on_route: Callable[[WorkerLink], int]
+        self.on_lost: Callable[[EngineError], None]
+        self.before_serving: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+    async def start(self, policy_version: int) -> None:
+        """Start everything and wait until a worker serves. Raises `EngineUnavailable` with the worker's last words."""
+        self._policy_version = policy_version
+        self.owner = self._new_owner()
+        await self.owner.wait_ready(self._config.start_timeout_s)
+        for action in self.supervisor.begin():
+            self._do(action)
+        self._set_timer()
+        await self.wait(lambda: self.supervisor.state is sv.State.SERVING or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+
+    async def wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait until `condition` holds; raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s), self.changed:
+            await self.changed.wait_for(condition)
+
+    async def close(self) -> None:
+        """End every process and wait until the last is reaped."""
+        self._closing = True
+        self.supervisor.handle(sv.Close())
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(link.fence(FENCE_TIMEOUT_S) for link in self.links.values()))
+        if hasattr(self, "owner"):
+            await self.owner.close()
+        if self.epochs is not None:
+            self.epochs.close()
+        await self._notify()
+
+    @property
+    def serving(self) -> WorkerLink | None:
+        return self.links.get(self.supervisor.serving) if self.supervisor.serving is not None else None
+
+    @property
+    def standby(self) -> WorkerLink | None:
+        return self.links.get(self.supervisor.standby) if self.supervisor.standby is not None else None
+
+    # -- supervisor ---------------------------------------------------------------------------------------------------
+    def tell(self, event: sv.Event) -> None:
+        """Report something to the supervisor and do what it decides."""
+        for action in self.supervisor.handle(event):
+            self._do(action)
+        self._set_timer()
+        self._run(self._notify())
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self.supervisor.deadline
+        self._timer = None
+        if deadline is not None and not self._closing:
+            delay = max(0.0, deadline - time.monotonic()) + 0.001
+            self._timer = asyncio.get_running_loop().call_later(delay, self.tell, sv.Tick())
+
+    def _do(self, action: sv.Action) -> None:
+        match action:
+            case sv.Spawn(fill, background):
+                self._spawn(fill, background)
+            case sv.Fence(generation):
+                self._run(self._fence(generation))
+            case sv.CheckOwner():
+                self._run(self._check_owner())
+            case sv.ReplaceOwner():
+                self._run(self._replace_owner())
+            case sv.Activate(generation):
+                self._activate(generation)
+            case sv.Route(generation):
+                self._route(generation)
+            case sv.GiveUp(reason):
+                self._give_up(reason)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # a defect of ours: nothing may go on as if it had not happened
+            self._lose(EngineUnavailable(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+    def _spawn(self, fill: bool, background: bool) -> None:
+        self._generation += 1
+        generation = self._generation
+        spec = Spec(
+            generation=generation,
+            model=str(self._model.path),
+            dtype=self._config.dtype,
+            max_model_len=self._config.max_model_len,
+            max_num_seqs=self._config.max_num_seqs,
+            kv_bytes=self._config.kv_bytes,
+            batch_invariant=self._config.batch_invariant and self._config.dtype == "float32",
+            owner_socket=str(self.owner.path),
+            fill=fill,
+            policy_version=self._policy_version,
+            nice=STANDBY_NICE if background and may_lower_nice() else 0,
+        )
+        link = WorkerLink(spec, self._env, self._log_dir / f"worker-{generation}.log")
+        self.links[generation] = link
+        link.on_message = lambda message: self._on_message(link, message)
+        self.tell(sv.Started(generation))
+        link.child.on_exit(lambda how: self._on_exit(link, how))
+        self._emit_process(link, "starting")
+
+    def _activate(self, generation: int) -> None:
+        assert self.clean is not None and self.epochs is not None
+        self.clock.mark("check_s")
+        self.links[generation].send(Activate(self.epochs.layout_hash, self.clean, str(self.owner.path)))
+
+    def _route(self, generation: int) -> None:
+        self.clock.mark("activate_s")
+        link = self.links[generation]
+        link.role = "worker"
+        self._emit_process(link, "serving")
+        if self.on_route(link) == 0:
+            self.rebuilt(generation)
+
+    def rebuilt(self, generation: int) -> None:
+        """Every request in flight has its next token from `generation`."""
+        if self.supervisor.serving != generation or self.supervisor.state is not sv.State.REBUILDING:
+            return
+        recovered = self.clock.finish()
+        if recovered is not None:
+            data = {"what": "worker", "how": self.supervisor.how, **recovered}
+            self._events(ev.Event(kind=ev.RECOVERED, subject="worker", data=data))
+        self.tell(sv.Rebuilt(generation))
+
+    async def _fence(self, generation: int) -> None:
+        link = self.links[generation]
+        stale = await link.fence(FENCE_TIMEOUT_S)
+        if stale is None:
+            self._lose(
+                EngineUnavailable(
+                    f"worker {generation} (process {link.child.pid}) could not be killed within {FENCE_TIMEOUT_S:g} s",
+                    kept="every journalled token",
+                    next_step="the kernel holds the process; free it or restart the machine, then resume the run",
+                )
+            )
+            return
+        if stale:
+            self.stale_tokens += stale
+            data = {"generation": generation, "count": stale}
+            self._events(ev.Event(kind=ev.STALE_DROPPED, subject="worker", data=data))
+        self.links.pop(generation, None)
+        self.clock.mark("fence_s")
+        self.tell(sv.Fenced(generation))
+
+    async def _check_owner(self) -> None:
+        reason = await self.owner.unfit(self.clean, HEALTH_TIMEOUT_S)
+        self.clock.mark("health_s")
+        self.tell(sv.OwnerChecked(reason))
+
+    async def _replace_owner(self) -> None:
+        self.owner_usable.clear()
+        try:
+            if self.clean is None or self.epochs is None:
+                raise WeightsError("there are no weights to fill a new owner with")
+            await self.owner.close()
+            owner = self._new_owner()
+            await owner.wait_ready(self._config.start_timeout_s)
+            self.clean = await asyncio.to_thread(self.epochs.move_to, owner.client, self.clean)
+            self.owner = owner
+        except (OwnerLost, WeightsError, OSError) as error:
+            self.tell(sv.OwnerReplaced(str(error)))
+            return
+        self.owner_usable.set()
+        self.tell(sv.OwnerReplaced(None))
+
+    def _new_owner(self) -> OwnerProcess:
+        self._owners += 1
+        owner = OwnerProcess(self._label, self._owners, self._env, self._log_dir)
+        owner.child.on_exit(lambda how: self._on_owner_exit(owner, how))
+        data = {"pid": owner.child.pid, "state": "started"}
+        self._events(ev.Event(kind=ev.OWNER_STATE, subject="owner", data=data))
+        return owner
+
+    def _give_up(self, reason: str) -> None:
+        last = max((link for link in self.links.values()), key=lambda link: link.generation, default=None)
+        self._lose(EngineUnavailable(reason, kept="every journalled token", next_step=self._log_hint(last)))
+
+    def _log_hint(self, link: WorkerLink | None) -> str:
+        return f"see {link.child.log if link else self._log_dir}"
+
+    def _lose(self, error: EngineError) -> None:
+        if self.failure is None and not self._closing:
+            self.failure = error
+            self.supervisor.state = sv.State.UNAVAILABLE
+            self.on_lost(error)
+            self._run(self._notify())
+
+    # -- what processes say -------------------------------------------------------------------------------------------
+    def _on_message(self, link: WorkerLink, message: FromWorker) -> None:
+        match message:
+            case Tokens(generation):
+                if generation == self.supervisor.serving:
+                    self.on_tokens(message)
+            case Ready(generation, _hash, epoch, phases):
+                link.epoch = epoch
+                link.ready = True
+                self._emit_process(link, "ready", phases)
+                self._run(self._on_ready(link))
+            case Activated(generation, epoch, phases):
+                link.epoch = epoch
+                self.clock.add(phases)
+                self.tell(sv.Activated(generation))
+            case Switched(_, epoch):
+                link.epoch = epoch
+                self._run(self._notify())
+            case Refusal(generation, what, reason):
+                self.tell(sv.Refused(generation, f"worker {generation} refused {what}: {reason}"))
+
+    async def _on_ready(self, link: WorkerLink) -> None:
+        if self.epochs is None:
+            state = await asyncio.to_thread(self.owner.client.state)
+            assert state.layout is not None and state.clean is not None
+            if self.epochs is None:  # two workers may become ready together
+                self.clean = state.clean
+                self.epochs = Epochs(self.owner.client, state.layout)
+                self.owner_usable.set()
+        if self.before_serving is not None and self.supervisor.state is sv.State.STARTING:
+            before, self.before_serving = self.before_serving, None
+            try:
+                await before()
+            except WeightsError as error:
+                self._lose(error)
+                return
+        self.bring_up_to_date(link)
+        self.tell(sv.Ready(link.generation))
+
+    def bring_up_to_date(self, link: WorkerLink) -> None:
+        """Tell a ready worker about the clean epoch if it looks at another one."""
+        if link.ready and self.clean is not None and link.epoch != self.clean:
+            link.send(Switch(self.clean, str(self.owner.path)))
+
+    def _on_exit(self, link: WorkerLink, how: str) -> None:
+        if self._closing or link.fenced:
+            return
+        generation = link.generation
+        serving = generation == self.supervisor.serving
+        text = f"worker {generation} ended: {how}"
+        if not link.ready or how.startswith("exit"):
+            text += f"\n{link.child.log_tail()}"
+        self.report_fault("worker.exit" if serving else "shadow.exit", "pidfd", text, serving)
+        self.tell(sv.Died(generation, text))
+
+    def _on_owner_exit(self, owner: OwnerProcess, how: str) -> None:
+        if self._closing or owner is not getattr(self, "owner", owner):
+            return
+        self.owner_usable.clear()
+        self._events(ev.Event(kind=ev.OWNER_STATE, subject="owner", data={"pid": owner.child.pid, "state": how}))
+        self.report_fault("owner.exit", "pidfd", f"the owner ended: {how}", False)
+        self.tell(sv.OwnerLost())
+
+    def report_fault(self, fault: str, how: str, text: str, serving: bool, detect_s: float | None = None) -> None:
+        data: dict[str, Any] = {"fault": fault, "how": how, "reason": text}
+        if detect_s is not None:
+            data["detect_s"] = detect_s
+        self._events(ev.Event(kind=ev.FAULT_DETECTED, subject=fault.split(".")[0], data=data))
+        if serving:
+            self.clock.begin(fault, detect_s)
+
+    def _emit_process(self, link: WorkerLink, state: str, phases: dict[str, float] | None = None) -> None:
+        kind = ev.WORKER_STATE if link.role == "worker" else ev.SHADOW_STATE
+        data = {"generation": link.generation, "pid": link.child.pid, "state": state} | ({"phases": phases} if phases else {})
+        self._events(ev.Event(kind=kind, subject=link.role, data=data))

@@ -1,0 +1,56 @@
+"""Starting the owner and knowing whether it is well."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+from belayer.engine._owner_client import OwnerClient
+from belayer.engine._process import Child
+from belayer.engine._wire import Epoch
+from belayer.errors import OwnerLost, WeightsError
+from belayer.ownership import RunLabel
+
+
+class OwnerProcess:
+    """A running owner: its process, the driver's connection to it, and the socket that workers use."""
+
+    def __init__(self, label: RunLabel, number: int, env: dict[str, str], log_dir: Path) -> None:
+        self.path = label.dir / f"owner-{number}.sock"
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self.child = Child(
+                "belayer.engine.owner",
+                [str(self.path), str(os.getpid()), str(theirs.fileno())],
+                [theirs.fileno()],
+                env,
+                log_dir / f"owner-{number}.log",
+            )
+        self.client = OwnerClient(ours)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Raises `OwnerLost` when it does not answer in time."""
+        try:
+            await asyncio.to_thread(self.client.state, timeout_s)
+        except OwnerLost as error:
+            raise OwnerLost(f"{error.what}\n{self.child.log_tail()}") from None
+
+    async def unfit(self, epoch: Epoch | None, timeout_s: float) -> str | None:
+        """Why nobody may be promoted onto this owner; None: it is well and `epoch` is its clean epoch."""
+        if not self.child.alive:
+            return f"the owner is dead ({self.child.exit_text()})"
+        try:
+            state = await asyncio.to_thread(self.client.state, timeout_s)
+        except (OwnerLost, WeightsError) as error:
+            return error.what
+        if epoch is not None and state.clean != epoch:
+            return f"the owner's clean epoch is {state.clean}, not {epoch}"
+        return None
+
+    async def close(self) -> None:
+        self.child.kill()
+        await self.child.gone(10.0)
+        self.client.close()
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+"""Starting and ending the engine's processes, seen from the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from belayer.ownership import RunLabel
+
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def environment(label: RunLabel, threads: int, batch_invariant: bool) -> dict[str, str]:
+    """Environment of owner and workers."""
+    count = str(threads or os.cpu_count() or 1)
+    env = os.environ | label.env | dict.fromkeys(_THREAD_VARIABLES, count)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
+    env |= {
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",  # models are folders
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process more costs seconds at start and a place more to fail
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise logprobs compile for 16 s
+    }
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if batch_invariant:
+        env["MKL_CBWR"] = "AVX2"  # one summation order for every batch size (from 4 rows on)
+        env["VLLM_CPU_ATTN_SPLIT_KV"] = "0"  # the same for attention
+    return env
+
+
+class Child:
+    """One process of the engine: started from the event loop's thread, watched by pidfd, fenced by SIGKILL."""
+
+    def __init__(self, module: str, arguments: list[str], fds: list[int], env: dict[str, str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=env,
+                pass_fds=fds,
+                start_new_session=True,  # its own process group: the cohort that is fenced together
+            )
+        self.pid = self._popen.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._exited = asyncio.Event()
+        self._on_exit: Callable[[str], None] | None = None
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def on_exit(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with how the process ended, as soon as the kernel says so."""
+        self._on_exit = callback
+        if self._exited.is_set():
+            callback(self.exit_text())
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._popen.wait()
+        # children of the dead process are its cohort: none of them may go on writing
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._exited.set()
+        if self._on_exit is not None:
+            self._on_exit(self.exit_text())
+
+    @property
+    def alive(self) -> bool:
+        return not self._exited.is_set()
+
+    def exit_text(self) -> str:
+        code = self._popen.returncode
+        if code is None:
+            return "running"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        return f"exit status {code}"
+
+    def kill(self) -> None:
+        """SIGKILL the whole cohort, stopped ones too; the exit is reported as usual."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.kill()
+
+    async def gone(self, timeout_s: float) -> bool:
+        """Wait until it is reaped. False: it was not within `timeout_s` (a task stuck in the kernel)."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._exited.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def log_tail(self, lines: int = 12) -> str:
+        """The end of its output, for error messages."""
+        try:
+            text = self.log.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        return "\n".join(f"    {line}" for line in text[-lines:]) or "    (no output)"
+
+
+def channel() -> tuple[socket.socket, socket.socket]:
+    """A connected pair: ours, non-blocking, and the child's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.setblocking(False)
+    return ours, theirs

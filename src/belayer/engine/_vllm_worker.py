@@ -1,0 +1,182 @@
+"""vLLM's EngineCore inside our worker process: the KV arena, the step, the requests."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm import SamplingParams
+from vllm.config import CompilationMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from belayer.engine import _vllm_weights
+from belayer.engine._host import Region
+from belayer.engine._vllm_sampling import OFFSET, SAMPLING, CounterSampling
+from belayer.engine._wire import Spec, Work
+from belayer.errors import EngineError
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class _ArenaMode(TorchFunctionMode):
+    """Gives vLLM's one raw KV allocation an address range of ours instead of the heap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions: list[Region] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int):
+            region = Region(args[0])
+            self.regions.append(region)
+            memory = (ctypes.c_int8 * args[0]).from_address(region.address)
+            return torch.frombuffer(memory, dtype=torch.int8)
+        return func(*args, **kwargs)
+
+
+_arena: Region | None = None
+
+
+class OwnedWorker(CPUWorker):
+    """vLLM's CPU worker with its KV cache in a `Region`."""
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> Any:
+        return _arena_context() if tag == "kv_cache" else super()._maybe_get_memory_pool_context(tag)
+
+
+@contextlib.contextmanager
+def _arena_context() -> Iterator[None]:
+    global _arena
+    mode = _ArenaMode()
+    with mode:
+        yield
+    if len(mode.regions) != 1:
+        raise EngineError(f"vLLM made {len(mode.regions)} KV allocations where one was expected: version mismatch")
+    _arena = mode.regions[0]
+
+
+class VllmEngine:
+    """One model, one scheduler, one thread."""
+
+    def __init__(self, spec: Spec, weights: _vllm_weights.OwnedWeights) -> None:
+        _vllm_weights.use_plain_matmul()
+        _vllm_weights.use(weights)
+        arguments = EngineArgs(
+            model=spec.model,
+            dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
+            kv_cache_memory_bytes=spec.kv_bytes,
+            load_format=_vllm_weights.LOAD_FORMAT,
+            worker_cls=f"{OwnedWorker.__module__}.{OwnedWorker.__name__}",
+            logits_processors=[CounterSampling],
+            distributed_executor_backend="uni",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            async_scheduling=False,  # the sampler needs to know every token before the next
+            seed=0,
+        )
+        config = arguments.create_engine_config()
+        config.compilation_config.mode = CompilationMode.NONE
+        self._core = EngineCore(config, UniProcExecutor, log_stats=False)
+        if _arena is None:
+            raise EngineError("vLLM made no KV allocation that could be found: version mismatch")
+        self.arena = _arena
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._max_num_seqs = spec.max_num_seqs
+        self._max_model_len = spec.max_model_len
+
+    def submit(self, work: Work) -> None:
+        """Queue a request; what is known of its completion becomes part of the prefill."""
+        sampling = work.sampling
+        done = len(work.done_ids)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens - done,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={SAMPLING: sampling, OFFSET: done} if sampling.temperature > 0 else None,
+        )
+        request = EngineCoreRequest(
+            request_id=work.id,
+            prompt_token_ids=work.prompt_ids + work.done_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(request))
+
+    def abort(self, ids: list[str]) -> None:
+        self._core.abort_requests(ids)
+
+    @property
+    def busy(self) -> bool:
+        return self._core.scheduler.has_requests()
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the next step has a prompt, or part of one, to work through."""
+        scheduler: Any = self._core.scheduler
+        return bool(scheduler.waiting) or any(
+            request.num_computed_tokens + 1 < request.num_tokens for request in scheduler.running
+        )
+
+    def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
+        """One forward pass: (request id, new tokens, their logprobs, finish reason) of every request that advanced."""
+        outputs, executed = self._core.step()
+        self._core.post_step(executed)
+        chunks = []
+        for batch in outputs.values():
+            for output in batch.outputs:
+                reason = None
+                if output.finish_reason is not None:
+                    reason = _REASONS.get(output.finish_reason)
+                    if reason is None:
+                        raise EngineError(f"request {output.request_id} ended with {output.finish_reason}")
+                logprobs: list[float] = []
+                if output.new_logprobs is not None:
+                    # column 0 is the sampled token
+                    logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+                chunks.append((output.request_id, list(output.new_token_ids), logprobs, reason))
+        return chunks
+
+    def forget_prefixes(self) -> None:
+        """Drop every cached prefix; requests in flight rebuild theirs, with the weights now in place."""
+        self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def warm_up(self) -> None:
+        """Run every kind of step once, on scratch memory: prefill and decode, greedy and sampled, small and full batch."""
+        from belayer.engine.request import Sampling
+
+        length = max(1, min(200, self._max_model_len - 8))
+        for round_, count in enumerate((1, self._max_num_seqs)):
+            for index in range(count):
+                prompt = [(7 * i + 13 * index + 1) % self._vocabulary for i in range(length if index % 2 else 40)]
+                prompt = prompt[: self._max_model_len - 8]
+                kinds = (
+                    Sampling(max_tokens=4, temperature=0.0),
+                    Sampling(max_tokens=4, seed=index),
+                    Sampling(max_tokens=4, seed=index, top_k=5, top_p=0.9, min_p=0.01),
+                )
+                self.submit(Work(f"warm-{round_}-{index}", prompt, [], kinds[index % 3]))
+            while self.busy:
+                self.step()
+        self.forget_prefixes()

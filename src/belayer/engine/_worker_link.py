@@ -1,0 +1,112 @@
+"""One worker process and the channel to it, seen from the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from belayer.engine._process import Child, channel
+from belayer.engine._progress import Progress
+from belayer.engine._wire import Epoch, FromWorker, Spec, Tokens, ToWorker, Unpacker, pack
+
+
+class WorkerLink:
+    """Messages of one generation. After `fence` nothing that it sent before reaches anybody; it is counted."""
+
+    def __init__(self, spec: Spec, env: dict[str, str], log: Path) -> None:
+        self.generation = spec.generation
+        self.epoch: Epoch | None = None  # the one it looks at, as far as it has said
+        self.ready = False
+        self.role = "worker" if spec.fill else "shadow"
+        self.on_message: Callable[[FromWorker], None] | None = None
+        self.fenced = False
+        self._out = bytearray()
+        self._in: Unpacker[FromWorker] = Unpacker(FromWorker)
+        self._loop = asyncio.get_running_loop()
+        self._socket, theirs = channel()
+        page = Progress.create()
+        self.progress = Progress(page)
+        try:
+            self.child = Child(
+                "belayer.engine.worker",
+                [str(theirs.fileno()), str(page), str(os.getpid())],
+                [theirs.fileno(), page],
+                env,
+                log,
+            )
+        finally:
+            theirs.close()
+            os.close(page)
+        self._loop.add_reader(self._socket, self._receive)
+        self._write(pack(spec))
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message; a worker that does not read is the hang detector's business."""
+        if not self.fenced:
+            self._write(pack(message))
+
+    def _write(self, data: bytes) -> None:
+        waiting = bool(self._out)
+        self._out += data
+        if not waiting:
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._out:
+                sent = self._socket.send(self._out)
+                del self._out[:sent]
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._flush)
+            return
+        except OSError:
+            self._out.clear()  # the peer is dead: its pidfd tells
+        self._loop.remove_writer(self._socket)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._socket)  # dead, or about to be: its pidfd tells
+            return
+        for message in self._in.feed(data):
+            if self.on_message is not None and not self.fenced:
+                self.on_message(message)
+
+    async def fence(self, timeout_s: float) -> int | None:
+        """Kill the cohort and wait until it is reaped. Returns the number of tokens it had sent that nobody read.
+
+        None: it could not be reaped in time and may still write.
+        """
+        self.fenced = True
+        self.child.kill()
+        if not await self.child.gone(timeout_s):
+            return None
+        return self._drain()
+
+    def _drain(self) -> int:
+        stale = 0
+        if self._socket.fileno() < 0:
+            return 0
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        while True:
+            try:
+                data = self._socket.recv(1 << 20)
+            except OSError:  # nothing left
+                break
+            if not data:
+                break
+            for message in self._in.feed(data):
+                if isinstance(message, Tokens):
+                    stale += sum(len(ids) for _, ids, _, _ in message.chunks)
+        self._socket.close()
+        self.progress.close()
+        return stale

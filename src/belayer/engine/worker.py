@@ -1,0 +1,214 @@
+"""A rollout engine worker: the serving one and the shadow are the same program.
+
+    python -m belayer.engine.worker CHANNEL_FD PROGRESS_FD DRIVER_PID
+
+Start: imports, model on the owner's weights, warm-up on scratch KV memory, `Ready`. Then it waits; that is a shadow.
+`Activate` makes it the serving worker: it checks that the epoch it looks at is the one asked for, maps the KV arena
+under the addresses it already uses and forgets what it cached. From then on it alternates between messages and steps.
+
+Any exception ends the process. The supervisor sees the exit, the log holds the traceback, and nothing half-broken
+goes on serving.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from belayer.engine._host import Region, die_with_parent, forget_content, set_nice
+from belayer.engine._owner_client import OwnerClient
+from belayer.engine._progress import Phase, Progress
+from belayer.engine._wire import (
+    Abort,
+    Activate,
+    Activated,
+    Epoch,
+    FromWorker,
+    Ready,
+    Refusal,
+    Spec,
+    Submit,
+    Switch,
+    Switched,
+    Tokens,
+    ToWorker,
+    Unpacker,
+    pack,
+    receive_with_fds,
+)
+from belayer.engine.layout import Layout, digest
+from belayer.errors import WeightsError
+
+
+class Worker:
+    """Holds the engine and the epoch; `run` never returns normally."""
+
+    def __init__(self, spec: Spec, channel: socket.socket, progress: Progress) -> None:
+        self._spec = spec
+        self._channel = channel
+        self._progress = progress
+        self._owner = OwnerClient.connect(Path(spec.owner_socket))
+        self._owner_path = spec.owner_socket
+        self._slots: list[int] = []
+        self._epoch: Epoch | None = None
+        self._region: Region | None = None
+        self._phases: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Everything slow."""
+        began = time.monotonic()
+        from belayer.engine import _vllm_weights, _vllm_worker
+
+        self._phases["import_s"] = time.monotonic() - began
+        weights = _vllm_weights.OwnedWeights(fill=self._spec.fill, batch_invariant=self._spec.batch_invariant)
+        weights.attach = self._attach
+        began = time.monotonic()
+        self._engine = _vllm_worker.VllmEngine(self._spec, weights)
+        self._phases["engine_s"] = time.monotonic() - began - self._phases.get("wait_s", 0.0)
+        began = time.monotonic()
+        self._engine.warm_up()
+        self._phases["warm_up_s"] = time.monotonic() - began
+        assert weights.layout is not None and self._epoch is not None
+        self._layout = weights.layout
+        self._progress.mark(Phase.IDLE)
+        self._send(Ready(self._spec.generation, self._layout.hash(), self._epoch, self._phases))
+
+    def _attach(self, region: Region, nbytes: int, loaded: Layout | None) -> Layout:
+        """Put the owner's newest clean epoch under `region`; with `loaded`, make that epoch first from what is there."""
+        self._region = region
+        if loaded is not None:
+            self._owner.define(loaded)
+            _state, self._slots = self._owner.weights(when_clean=False)
+            dirty = self._owner.begin()
+            target = Region(region.nbytes)
+            target.place(self._slots[dirty.slot], writable=True)
+            target.view()[:] = region.view()
+            self._epoch = self._owner.commit(dirty.number, digest(loaded, target.view()), self._spec.policy_version)
+            target.close()
+            region.place(self._slots[dirty.slot], writable=False, populate=True)
+            return loaded
+        began = time.monotonic()
+        state, self._slots = self._owner.weights(when_clean=True, timeout_s=600.0)
+        self._phases["wait_s"] = time.monotonic() - began
+        if state.layout is None or state.clean is None:
+            raise WeightsError("the owner holds no clean epoch")
+        if state.layout.nbytes != nbytes:
+            raise WeightsError(f"the owner's epoch has {state.layout.nbytes} bytes, this model needs {nbytes}")
+        region.place(self._slots[state.clean.slot], writable=False, populate=True)
+        self._verify(state.layout, state.clean)
+        self._epoch = state.clean
+        return state.layout
+
+    def _verify(self, layout: Layout, epoch: Epoch) -> None:
+        assert self._region is not None
+        found = digest(layout, self._region.view())
+        if found != epoch.digest:
+            # the driver may have committed two updates while this ran; a damaged epoch, though, stays as it is
+            newest = self._owner.state().clean
+            if newest is not None and newest.number == epoch.number:
+                raise WeightsError(f"epoch {epoch.number} has digest {found}, its table entry says {epoch.digest}")
+
+    def run(self) -> None:
+        messages: Unpacker[ToWorker] = Unpacker(ToWorker)
+        while True:
+            wait = None if not self._engine.busy else 0
+            if select.select([self._channel], [], [], wait)[0]:
+                data = self._channel.recv(1 << 20)
+                if not data:
+                    return  # the driver closed the channel: a normal end
+                for message in messages.feed(data):
+                    self._handle(message)
+            if self._engine.busy:
+                self._step()
+
+    def _step(self) -> None:
+        self._progress.mark(Phase.PREFILL if self._engine.prefilling else Phase.DECODE)
+        chunks = self._engine.step()
+        self._progress.mark(Phase.IDLE)
+        if chunks:
+            assert self._epoch is not None
+            self._send(Tokens(self._spec.generation, self._epoch.policy_version, chunks))
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case Submit(work):
+                for item in work:
+                    self._engine.submit(item)
+            case Abort(ids):
+                self._engine.abort(ids)
+            case Activate(layout_hash, epoch, owner_socket):
+                self._activate(layout_hash, epoch, owner_socket)
+            case Switch(epoch, owner_socket):
+                self._use(epoch, owner_socket)
+                self._send(Switched(self._spec.generation, epoch))
+
+    def _activate(self, layout_hash: str, epoch: Epoch, owner_socket: str) -> None:
+        phases: dict[str, float] = {}
+        began = time.monotonic()
+        if self._spec.nice:
+            set_nice(0)
+        if layout_hash != self._layout.hash():
+            self._refuse("Activate", f"layout {self._layout.hash()} instead of {layout_hash}")
+            return
+        if not epoch.clean:
+            self._refuse("Activate", f"epoch {epoch.number} is dirty")
+            return
+        if epoch != self._epoch:
+            self._use(epoch, owner_socket)
+        phases["gate_s"] = time.monotonic() - began
+        began = time.monotonic()
+        fd = self._owner.arena(self._engine.arena.nbytes)
+        # what a dead worker left in the arena is never read: the pages go back and come again as zeros
+        forget_content(fd)
+        self._engine.arena.place(fd, writable=True)
+        os.close(fd)
+        self._engine.forget_prefixes()
+        phases["map_s"] = time.monotonic() - began
+        self._send(Activated(self._spec.generation, epoch, phases))
+
+    def _use(self, epoch: Epoch, owner_socket: str) -> None:
+        """Look at another clean epoch. The addresses stay, so do all pointers; cached KV belongs to the old weights."""
+        assert self._region is not None
+        self._progress.mark(Phase.PREFILL)
+        if owner_socket != self._owner_path:  # the owner was replaced
+            self._owner.close()
+            for fd in self._slots:
+                os.close(fd)
+            self._owner, self._owner_path = OwnerClient.connect(Path(owner_socket)), owner_socket
+            _state, self._slots = self._owner.weights(when_clean=False)
+        self._region.place(self._slots[epoch.slot], writable=False, populate=True)
+        self._epoch = epoch
+        self._engine.forget_prefixes()
+        self._progress.mark(Phase.IDLE)
+
+    def _refuse(self, what: str, reason: str) -> None:
+        self._send(Refusal(self._spec.generation, what, reason))
+
+    def _send(self, message: FromWorker) -> None:
+        self._channel.sendall(pack(message))
+
+
+def main(argv: list[str]) -> None:
+    channel_fd, progress_fd, driver = (int(value) for value in argv[:3])
+    die_with_parent(driver)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle; it closes the channel
+    channel = socket.socket(fileno=channel_fd)
+    spec, _fds = receive_with_fds(channel, Spec)
+    if spec.nice:
+        set_nice(spec.nice)
+    worker = Worker(spec, channel, Progress(progress_fd))
+    worker.start()
+    worker.run()
+    # nothing of value is left in this process, and vLLM's own shutdown takes a second
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

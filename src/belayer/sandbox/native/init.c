@@ -1,0 +1,403 @@
+/* PID 1 of the container: connections, framing, fencing, reaping.
+ *
+ * One connection carries one request; its closing by the host cancels what it asked for. A frame is
+ *     u32 length of the payload (little-endian), u8 type, payload
+ * Requests:  P ping · F fence · X exec · S shell · i input data · I end of input
+ * Answers:   p state · o output · e error output · x result · E refusal
+ * The init closes the connection itself after the last frame, so that when the host has read the end of the stream, no
+ * connection is left inside and the container can be dumped.
+ *
+ * Only processes outside the container's pid namespace are served: for them SO_PEERCRED shows pid 0.
+ */
+#define _GNU_SOURCE
+#include "init.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MAX_FRAME (64u << 20)
+#define MAX_CONNS 128
+
+struct job *jobs[128];
+int n_jobs;
+uint64_t jobs_started;
+
+static struct conn *conns[MAX_CONNS];
+static int n_conns;
+static uint64_t boot_nonce, fence_attempt, fence_generation;
+static struct pollfd table[2048];
+static int n_table;
+static int64_t wake;
+
+int watch(int fd, short events) {
+    if (fd < 0 || n_table == (int)(sizeof table / sizeof *table)) return -1;
+    table[n_table] = (struct pollfd){fd, events, 0};
+    return n_table++;
+}
+
+short ready(int index) { return index < 0 ? 0 : table[index].revents; }
+
+void wake_at(int64_t when) {
+    if (when && when < wake) wake = when;
+}
+
+void reply(struct conn *c, char type, const void *data, size_t n) {
+    if (!c || c->dead) return;
+    uint32_t length = n;
+    char head[5];
+    memcpy(head, &length, 4);
+    head[4] = type;
+    buf_add(&c->out, head, 5);
+    buf_add(&c->out, data, n);
+}
+
+void refuse(struct conn *c, enum error_code code, const char *text) {
+    char data[256];
+    uint32_t number = code;
+    size_t n = strlen(text);
+    if (n > sizeof data - 4) n = sizeof data - 4;
+    memcpy(data, &number, 4);
+    memcpy(data + 4, text, n);
+    reply(c, 'E', data, 4 + n);
+    c->finished = true;
+}
+
+void job_output(struct job *j, char type, const char *data, size_t n) {
+    j->last_output = now_ns();
+    size_t room = j->sent < j->limit ? j->limit - j->sent : 0, keep = n < room ? n : room;
+    if (keep) reply(j->conn, type, data, keep);
+    j->sent += keep;
+    if (keep < n) {
+        j->dropped += n - keep;
+        j->flags |= TRUNCATED;
+    }
+}
+
+void job_finish(struct job *j, int exit_code, int signal_number) {
+    struct __attribute__((packed)) {
+        int32_t exit_code, signal;
+        uint32_t flags;
+        uint64_t dropped, wall_us;
+    } result = {exit_code, signal_number, j->flags, j->dropped, (uint64_t)(now_ns() - j->started) / 1000};
+    if (j->conn) {
+        reply(j->conn, 'x', &result, sizeof result);
+        j->conn->finished = true;
+        j->conn->job = NULL;
+    }
+    j->conn = NULL;
+    j->over = true;
+}
+
+/* -- requests ------------------------------------------------------------------------------------------------------ */
+struct reader {
+    const char *p, *end;
+    bool bad;
+};
+
+static uint64_t get(struct reader *r, int bytes) {
+    uint64_t value = 0;
+    if (r->end - r->p < bytes) {
+        r->bad = true;
+        return 0;
+    }
+    memcpy(&value, r->p, bytes);
+    r->p += bytes;
+    return value;
+}
+
+static char *get_string(struct reader *r) {
+    uint32_t n = get(r, 4);
+    if (r->bad || (size_t)(r->end - r->p) < n) {
+        r->bad = true;
+        return NULL;
+    }
+    char *text = xmalloc(n + 1);
+    memcpy(text, r->p, n);
+    r->p += n;
+    return text;
+}
+
+static char **get_strings(struct reader *r) {
+    uint32_t n = get(r, 4);
+    if (r->bad || n > 1 << 16) {
+        r->bad = true;
+        n = 0;
+    }
+    char **list = xmalloc((n + 1) * sizeof *list);
+    for (uint32_t i = 0; i < n && !r->bad; i++) list[i] = get_string(r);
+    return list;
+}
+
+static void free_strings(char **list) {
+    for (char **s = list; s && *s; s++) free(*s);
+    free(list);
+}
+
+static bool fence_passes(struct conn *c, struct reader *r) {
+    uint64_t attempt = get(r, 8), generation = get(r, 8);
+    if (attempt < fence_attempt || (attempt == fence_attempt && generation < fence_generation)) {
+        refuse(c, ERROR_STALE, "a newer attempt or generation has taken this sandbox over");
+        return false;
+    }
+    fence_attempt = attempt;
+    fence_generation = generation;
+    return true;
+}
+
+static struct job *new_job(struct conn *c, struct reader *r, bool shell) {
+    if (get(r, 1) && !fence_passes(c, r)) return NULL;
+    uint32_t timeout_ms = get(r, 4), quiet_ms = get(r, 4);
+    uint64_t limit = get(r, 8);
+    if (r->bad || n_jobs == (int)(sizeof jobs / sizeof *jobs)) {
+        refuse(c, r->bad ? ERROR_BAD : ERROR_BUSY, r->bad ? "malformed request" : "too many commands at once");
+        return NULL;
+    }
+    struct job *j = xmalloc(sizeof *j);
+    j->shell = shell;
+    j->started = j->last_output = now_ns();
+    j->deadline = timeout_ms ? j->started + timeout_ms * 1000000LL : 0;
+    j->quiet = quiet_ms * 1000000LL;
+    j->limit = limit;
+    j->status = j->in = j->out[0] = j->out[1] = -1;
+    j->at_status = j->at_in = j->at_out[0] = j->at_out[1] = -1;
+    return j;
+}
+
+static void accept_job(struct conn *c, struct job *j) {
+    j->conn = c;
+    c->job = j;
+    jobs[n_jobs++] = j;
+    jobs_started++;
+}
+
+static void request_exec(struct conn *c, struct reader *r) {
+    struct job *j = new_job(c, r, false);
+    if (!j) return;
+    struct command command = {.builtin = get(r, 1)};
+    char *cwd = get_string(r), **argv = get_strings(r), **envp = get_strings(r);
+    command.cwd = cwd;
+    command.argv = argv;
+    command.envp = envp;
+    if (r->bad || !argv[0]) {
+        refuse(c, ERROR_BAD, "malformed request");
+        free(j);
+    } else {
+        accept_job(c, j);
+        exec_start(j, &command);
+    }
+    free(cwd);
+    free_strings(argv);
+    free_strings(envp);
+}
+
+static void request_shell(struct conn *c, struct reader *r) {
+    struct job *j = new_job(c, r, true);
+    if (!j) return;
+    if (shell_busy()) {
+        refuse(c, ERROR_BUSY, "the shell still runs another command");
+        free(j);
+        return;
+    }
+    buf_add(&j->script, r->p, r->end - r->p);
+    accept_job(c, j);
+    shell_start_job(j);
+}
+
+static void request_ping(struct conn *c) {
+    struct __attribute__((packed)) {
+        uint64_t nonce, attempt, generation, jobs_started;
+        uint32_t shell, jobs;
+    } state = {boot_nonce, fence_attempt, fence_generation, jobs_started, shell_pid, n_jobs};
+    reply(c, 'p', &state, sizeof state);
+    c->finished = true;
+}
+
+static void request(struct conn *c, char type, const char *data, size_t n) {
+    struct reader r = {data, data + n, false};
+    if (c->job && (type == 'i' || type == 'I')) {
+        if (type == 'i') buf_add(&c->job->input, data, n);
+        else c->job->input_ended = true;
+        return;
+    }
+    if (type == 'i' || type == 'I') return; /* input of a command that is over */
+    if (c->job || c->finished) return refuse(c, ERROR_BAD, "one request for each connection");
+    switch (type) {
+    case 'P': return request_ping(c);
+    case 'F':
+        if (fence_passes(c, &r)) request_ping(c);
+        return;
+    case 'X': return request_exec(c, &r);
+    case 'S': return request_shell(c, &r);
+    default: refuse(c, ERROR_BAD, "unknown request");
+    }
+}
+
+/* -- connections --------------------------------------------------------------------------------------------------- */
+static void conn_accept(int listener) {
+    int fd;
+    while ((fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0) {
+        struct ucred peer = {.pid = -1};
+        socklen_t size = sizeof peer;
+        if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) || peer.pid != 0 || n_conns == MAX_CONNS) {
+            close(fd);
+            continue;
+        }
+        struct conn *c = xmalloc(sizeof *c);
+        c->fd = fd;
+        conns[n_conns++] = c;
+    }
+}
+
+static void conn_read(struct conn *c) {
+    ssize_t n = read(c->fd, buf_room(&c->in, 1 << 16), 1 << 16);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n <= 0) {
+        c->dead = true;
+        return;
+    }
+    c->in.end += n;
+    while (buf_len(&c->in) >= 5) {
+        uint32_t length;
+        memcpy(&length, buf_head(&c->in), 4);
+        if (length > MAX_FRAME) {
+            c->dead = true;
+            return;
+        }
+        if (buf_len(&c->in) < 5 + (size_t)length) return;
+        request(c, buf_head(&c->in)[4], buf_head(&c->in) + 5, length);
+        buf_drop(&c->in, 5 + length);
+    }
+}
+
+static void conn_write(struct conn *c) {
+    while (buf_len(&c->out)) {
+        ssize_t n = send(c->fd, buf_head(&c->out), buf_len(&c->out), MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) {
+            if (errno != EAGAIN) c->dead = true;
+            return;
+        }
+        buf_drop(&c->out, n);
+    }
+    if (c->finished) c->dead = true;
+}
+
+static void conn_close(int i) {
+    struct conn *c = conns[i];
+    conns[i] = conns[--n_conns];
+    if (c->job) {
+        struct job *j = c->job;
+        j->conn = NULL;
+        if (j->shell) shell_stop(j, 0);
+        else exec_stop(j, 0);
+    }
+    close(c->fd);
+    buf_free(&c->in);
+    buf_free(&c->out);
+    free(c);
+}
+
+static void job_free(int i) {
+    struct job *j = jobs[i];
+    jobs[i] = jobs[--n_jobs];
+    buf_free(&j->input);
+    buf_free(&j->script);
+    free(j);
+}
+
+static void check_time(int64_t now) {
+    for (int i = 0; i < n_jobs; i++) {
+        struct job *j = jobs[i];
+        uint32_t why = j->deadline && now >= j->deadline               ? TIMED_OUT
+                       : j->quiet && now >= j->last_output + j->quiet ? TIMED_OUT | WAS_QUIET
+                                                                       : 0;
+        if (why && !j->killed && !j->over) {
+            if (j->shell) shell_stop(j, why);
+            else exec_stop(j, why);
+        }
+        if (!j->shell && !j->over) exec_poll(j, now);
+        if (!j->killed && !j->over) {
+            wake_at(j->deadline);
+            if (j->quiet) wake_at(j->last_output + j->quiet);
+        }
+    }
+    shell_tick(now);
+}
+
+static void on_signal(int signal_number) { (void)signal_number; }
+
+static void reap(void) {
+    int status;
+    pid_t pid;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
+        if (pid == shell_pid) shell_reaped(pid, status);
+}
+
+int init_main(void) {
+    prctl(PR_SET_NAME, "belayer-init");
+    fcntl(LISTEN_FD, F_SETFD, FD_CLOEXEC);
+    set_nonblock(LISTEN_FD);
+    if (getrandom(&boot_nonce, sizeof boot_nonce, 0) < 0) return 70;
+    sigset_t blocked, before;
+    sigemptyset(&blocked);
+    sigaddset(&blocked, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &blocked, &before);
+    sigdelset(&before, SIGCHLD);
+    struct sigaction action = {.sa_handler = on_signal};
+    sigaction(SIGCHLD, &action, NULL);
+    signal(SIGPIPE, SIG_IGN);
+
+    for (;;) {
+        int at_conn[MAX_CONNS];
+        wake = INT64_MAX;
+        n_table = 0;
+        check_time(now_ns());
+        int at_listener = watch(LISTEN_FD, POLLIN);
+        int polled = n_conns;
+        for (int i = 0; i < n_conns; i++) {
+            struct conn *c = conns[i];
+            bool full = c->job && buf_len(&c->job->input) > HIGH_WATER;
+            at_conn[i] = watch(c->fd, (full ? 0 : POLLIN) | POLLRDHUP | (buf_len(&c->out) ? POLLOUT : 0));
+        }
+        for (int i = 0; i < n_jobs; i++)
+            if (!jobs[i]->shell) exec_watch(jobs[i]);
+        shell_watch();
+        drains_watch();
+        struct timespec timeout = {0}, *limit = NULL;
+        if (wake != INT64_MAX) {
+            int64_t left = wake - now_ns();
+            if (left < 0) left = 0;
+            timeout = (struct timespec){left / 1000000000, left % 1000000000};
+            limit = &timeout;
+        }
+        int n = ppoll(table, n_table, limit, &before);
+        reap();
+        if (n > 0) {
+            for (int i = 0; i < n_jobs; i++)
+                if (!jobs[i]->shell && !jobs[i]->over) exec_handle(jobs[i]);
+            shell_handle();
+            drains_handle();
+            for (int i = 0; i < polled; i++) {
+                short events = ready(at_conn[i]);
+                if (events & POLLIN) conn_read(conns[i]);
+                else if (events & (POLLRDHUP | POLLHUP | POLLERR)) conns[i]->dead = true;
+            }
+            if (ready(at_listener)) conn_accept(LISTEN_FD);
+        }
+        for (int i = 0; i < n_conns; i++)
+            if (!conns[i]->dead && (buf_len(&conns[i]->out) || conns[i]->finished)) conn_write(conns[i]);
+        for (int i = n_conns - 1; i >= 0; i--)
+            if (conns[i]->dead) conn_close(i);
+        for (int i = n_jobs - 1; i >= 0; i--)
+            if (jobs[i]->over) job_free(i);
+    }
+}

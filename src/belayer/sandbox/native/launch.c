@@ -1,0 +1,206 @@
+/* The two short-lived helpers on the host: `create` makes a container, `restore` prepares the ground for CRIU. */
+#define _GNU_SOURCE
+#include "belayer.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int report_fd = 2; /* where a failure's sentence goes */
+
+static void die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
+static void die(const char *format, ...) {
+    int saved = errno;
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(text, sizeof text - 80, format, args);
+    va_end(args);
+    if (n > (int)sizeof text - 80) n = sizeof text - 80;
+    n += snprintf(text + n, sizeof text - n, ": %s", strerror(saved));
+    if (write(report_fd, text, n) < 0) _exit(71);
+    _exit(70);
+}
+
+struct options {
+    const char *root, *agent, *hostname;
+    char **cgroups;
+    int n_cgroups;
+    char **rest;
+};
+
+static void parse(int argc, char **argv, struct options *o) {
+    memset(o, 0, sizeof *o);
+    o->cgroups = xmalloc(sizeof(char *) * (argc + 1));
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--")) {
+            o->rest = argv + i + 1;
+            return;
+        }
+        if (i + 1 >= argc) break;
+        if (!strcmp(argv[i], "--root")) o->root = argv[++i];
+        else if (!strcmp(argv[i], "--agent")) o->agent = argv[++i];
+        else if (!strcmp(argv[i], "--hostname")) o->hostname = argv[++i];
+        else if (!strcmp(argv[i], "--cgroup")) o->cgroups[o->n_cgroups++] = argv[++i];
+        else break;
+    }
+}
+
+static void join_cgroups(const struct options *o) {
+    char path[4096];
+    for (int i = 0; i < o->n_cgroups; i++) {
+        snprintf(path, sizeof path, "%s/cgroup.procs", o->cgroups[i]);
+        if (write_file(path, "0")) die("cannot join cgroup %s", o->cgroups[i]);
+    }
+}
+
+static void private_mounts(const char *root) {
+    if (unshare(CLONE_NEWNS)) die("no mount namespace");
+    if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL)) die("mounts cannot be made private");
+    if (mount(root, root, NULL, MS_BIND, NULL)) die("cannot bind %s", root);
+}
+
+/* What the container's root keeps. Not CAP_SYS_ADMIN, CAP_SYS_PTRACE, CAP_MKNOD, CAP_NET_RAW, CAP_SYS_CHROOT … */
+static const int kept[] = {CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID, CAP_KILL, CAP_SETGID,
+                           CAP_SETUID, CAP_SETPCAP, CAP_NET_BIND_SERVICE, CAP_SETFCAP};
+
+static void drop_capabilities(void) {
+    uint64_t keep = 0;
+    for (unsigned i = 0; i < sizeof kept / sizeof *kept; i++) keep |= 1ULL << kept[i];
+    for (int cap = 0; cap < 64; cap++)
+        if (!(keep >> cap & 1) && prctl(PR_CAPBSET_READ, cap) == 1 && prctl(PR_CAPBSET_DROP, cap))
+            die("capability %d cannot be dropped", cap);
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
+    struct __user_cap_header_struct head = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct data[2] = {{0}};
+    for (int half = 0; half < 2; half++)
+        data[half].effective = data[half].permitted = (uint32_t)(keep >> (32 * half));
+    if (syscall(SYS_capset, &head, data)) die("capabilities cannot be dropped");
+}
+
+static void ensure_dir(const char *path) {
+    if (mkdir(path, 0755) && errno != EEXIST) die("cannot make %s in the image", path);
+}
+
+/* Runs as PID 1 of the new pid namespace, still with the host's mounts in view. */
+static void become_init(const struct options *o) {
+    setsid();
+    int agent = open(o->agent, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (agent < 0) die("cannot open %s", o->agent);
+    if (chdir(o->root)) die("cannot enter %s", o->root);
+    if (syscall(SYS_pivot_root, ".", ".")) die("cannot make %s the root", o->root);
+    /* from here "/" is the new root, and the old one lies over it until it is detached below */
+    ensure_dir("/proc");
+    ensure_dir("/dev");
+    ensure_dir("/dev/pts");
+    ensure_dir("/run");
+    ensure_dir(AGENT_DIR);
+    /* read-only: /proc/sys and /proc/sysrq-trigger obey uid 0 even without capabilities */
+    if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, NULL)) die("no /proc");
+    if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620"))
+        die("no /dev/pts");
+    char source[64];
+    snprintf(source, sizeof source, "/proc/self/fd/%d", agent);
+    if (mount(source, AGENT_DIR, NULL, MS_BIND, NULL)) die("cannot bind " AGENT_DIR);
+    if (umount2(".", MNT_DETACH)) die("the old root cannot be detached");
+    if (chdir("/")) die("no root");
+
+    int listener = socket(AF_UNIX, SOCK_STREAM, 0);
+    struct sockaddr_un address = {.sun_family = AF_UNIX, .sun_path = AGENT_SOCKET};
+    umask(0177);
+    if (listener < 0 || bind(listener, (void *)&address, sizeof address) || listen(listener, 64))
+        die("no socket at " AGENT_SOCKET);
+    umask(022);
+    /* read-only: the container may neither fill the host's folder nor replace what is in it */
+    if (mount(NULL, AGENT_DIR, NULL, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV, NULL))
+        die(AGENT_DIR " cannot be made read-only");
+
+    if (sethostname(o->hostname, strlen(o->hostname))) die("hostname");
+    struct rlimit none = {0, 0};
+    setrlimit(RLIMIT_CORE, &none); /* a core dump would go to the host's core_pattern */
+
+    int null = open("/dev/null", O_RDWR);
+    if (null < 0) die("the image has no /dev/null");
+    for (int fd = 0; fd < 3; fd++) dup2(null, fd);
+    if (report_fd != LISTEN_FD + 1) dup2(report_fd, LISTEN_FD + 1);
+    dup2(listener, LISTEN_FD);
+    report_fd = LISTEN_FD + 1;
+    fcntl(report_fd, F_SETFD, FD_CLOEXEC);
+    syscall(SYS_close_range, LISTEN_FD + 2, ~0U, 0);
+    for (int signal_number = 1; signal_number < 32; signal_number++) signal(signal_number, SIG_DFL);
+    drop_capabilities();
+    if (install_seccomp()) die("no system-call filter");
+    char *argv[] = {"belayer", "init", NULL}, *envp[] = {NULL};
+    execve(AGENT_DIR "/init", argv, envp);
+    die("cannot run " AGENT_DIR "/init");
+}
+
+int create_main(int argc, char **argv) {
+    struct options o;
+    parse(argc, argv, &o);
+    if (!o.root || !o.agent || !o.hostname) {
+        fprintf(stderr, "create --root DIR --agent DIR --hostname NAME [--cgroup DIR]...");
+        return 64;
+    }
+    join_cgroups(&o);
+    if (unshare(CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID)) die("no namespaces");
+    if (raise_loopback()) die("the loopback interface cannot be raised");
+    private_mounts(o.root);
+    int report[2];
+    if (pipe2(report, O_CLOEXEC)) die("no pipe");
+    /* CLONE_PARENT: the container's init is a child of the keeper, which reaps it, not of this helper */
+    pid_t pid = syscall(SYS_clone, CLONE_PARENT | SIGCHLD, 0, 0, 0, 0);
+    if (pid < 0) die("no process");
+    if (pid == 0) {
+        dup2(report[1], 30); /* clear of the descriptors that become_init places */
+        report_fd = 30;
+        become_init(&o);
+    }
+    close(report[1]);
+    char text[512];
+    ssize_t n = read(report[0], text, sizeof text); /* end of file: the init runs */
+    if (n > 0) {
+        if (write(2, text, n) < 0) return 71;
+        return 70;
+    }
+    printf("%d\n", pid);
+    return 0;
+}
+
+int restore_main(int argc, char **argv) {
+    struct options o;
+    parse(argc, argv, &o);
+    if (!o.root || !o.rest || !o.rest[0]) {
+        fprintf(stderr, "restore --root DIR [--cgroup DIR]... -- criu restore ...");
+        return 64;
+    }
+    join_cgroups(&o); /* restored processes start in the cgroups of CRIU */
+    int host = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
+    if (host < 0 || unshare(CLONE_NEWNET)) die("no network namespace");
+    if (raise_loopback()) die("the loopback interface cannot be raised");
+    int fresh = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
+    if (fresh < 0 || setns(host, CLONE_NEWNET)) die("cannot return to the host's network");
+    if (fresh != PASSED_FD) {
+        dup2(fresh, PASSED_FD);
+    } else {
+        fcntl(fresh, F_SETFD, 0);
+    }
+    private_mounts(o.root);
+    execv(o.rest[0], o.rest);
+    die("cannot run %s", o.rest[0]);
+}

@@ -1,0 +1,14 @@
+#include "belayer.h"
+
+#include <stdio.h>
+#include <string.h>
+
+int main(int argc, char **argv) {
+    const char *role = argc > 1 ? argv[1] : "";
+    if (!strcmp(role, "init")) return init_main();
+    if (!strcmp(role, "create")) return create_main(argc - 1, argv + 1);
+    if (!strcmp(role, "restore")) return restore_main(argc - 1, argv + 1);
+    if (!strcmp(role, "keeper")) return keeper_main(argc - 1, argv + 1);
+    fprintf(stderr, "belayer-sandbox: keeper | create | restore | init\n");
+    return 64;
+}
