@@ -350,5 +350,7 @@ class Fleet:
 
     def _emit_process(self, link: WorkerLink, state: str, phases: dict[str, float] | None = None) -> None:
         kind = ev.WORKER_STATE if link.role == "worker" else ev.SHADOW_STATE
-        data = {"generation": link.generation, "pid": link.child.pid, "state": state} | ({"phases": phases} if phases else {})
+        data = {"generation": link.generation, "pid": link.child.pid, "state": state} | (
+            {"phases": phases} if phases else {}
+        )
         self._events(ev.Event(kind=kind, subject=link.role, data=data))

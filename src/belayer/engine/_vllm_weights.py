@@ -167,9 +167,7 @@ def use_plain_matmul() -> None:
     layers.check_cpu_sgl_kernel = lambda *_: False
 
 
-def _linear_for_any_batch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def _linear_for_any_batch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     # MKL has kernels of their own for one, two and three rows, which add up in another order. With MKL_CBWR set it is
     # bitwise the same for every larger batch (measured over shapes and batch sizes up to 2048).
     rows = x.shape[0]

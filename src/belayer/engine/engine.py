@@ -162,9 +162,12 @@ class Engine:
                 f"{len(request.prompt_ids)} prompt and {len(request.resume_ids)} resumed tokens leave no room in "
                 f"max_model_len {self._config.max_model_len}"
             )
-        elif not 0 <= min(request.prompt_ids + request.resume_ids) <= max(
-            request.prompt_ids + request.resume_ids
-        ) < self._model.vocab_size:
+        elif (
+            not 0
+            <= min(request.prompt_ids + request.resume_ids)
+            <= max(request.prompt_ids + request.resume_ids)
+            < self._model.vocab_size
+        ):
             problem = f"token ids must be in [0, {self._model.vocab_size})"
         elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
             problem = "temperature must be >= 0, top_p in (0, 1], min_p in [0, 1]"
@@ -228,9 +231,7 @@ class Engine:
                 flight.finished.set_exception(error)
 
     # -- weights ------------------------------------------------------------------------------------------------------
-    async def update_weights(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
-    ) -> WeightsEpoch:
+    async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> WeightsEpoch:
         """Serve other weights from the next step on, without restarting anything.
 
         `tensors` carry the names of the model folder; what is not named keeps its value. They are written into the
@@ -284,7 +285,9 @@ class Engine:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await fleet.owner_usable.wait()
         except TimeoutError:
-            raise WeightsError("no owner could be reached to hold new weights", kept="the old epoch serves on") from None
+            raise WeightsError(
+                "no owner could be reached to hold new weights", kept="the old epoch serves on"
+            ) from None
         assert fleet.epochs is not None and fleet.clean is not None
         base = fleet.clean
         try:

@@ -124,8 +124,19 @@ class Close:
 
 
 Event = (
-    Started | Ready | Died | Hung | Fenced | OwnerChecked | OwnerLost | OwnerReplaced | Activated | Refused | Rebuilt
-    | Tick | Close
+    Started
+    | Ready
+    | Died
+    | Hung
+    | Fenced
+    | OwnerChecked
+    | OwnerLost
+    | OwnerReplaced
+    | Activated
+    | Refused
+    | Rebuilt
+    | Tick
+    | Close
 )
 
 
@@ -422,4 +433,3 @@ class Supervisor:
         self.state = State.UNAVAILABLE
         self._deadline = None
         return [GiveUp(self._first_reason)]
-
