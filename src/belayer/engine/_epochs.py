@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ class Epochs:
         self._owner = owner
         self._places = {entry.name: entry for entry in layout.slices}
         self._slots = self._map()
+        self._lock = threading.Lock()  # an update runs in a thread, and the slots must not be exchanged under it
 
     def _map(self) -> list[Region]:
         _state, fds = self._owner.weights(when_clean=False)
@@ -42,17 +44,13 @@ class Epochs:
         Until the commit the epoch is dirty and `base` goes on serving; an exception on the way changes nothing.
         Raises `WeightsError` for an unknown name, a wrong shape, or an owner that refuses.
         """
-        dirty = self._owner.begin(base.number)
-        target = self._slots[dirty.slot].view()
-        if dirty.slot != base.slot:
+        with self._lock:
+            dirty = self._owner.begin(base.number)
+            target = self._slots[dirty.slot].view()
             target[:] = self._slots[base.slot].view()
-        seen = False
-        for name, tensor in tensors:
-            self._write(target, name, tensor)
-            seen = True
-        if not seen:
-            raise WeightsError("an update without tensors changes nothing", kept=f"epoch {base.number} serves on")
-        return self._owner.commit(dirty.number, digest(self.layout, target), policy_version)
+            for name, tensor in tensors:
+                self._write(target, name, tensor)
+            return self._owner.commit(dirty.number, digest(self.layout, target), policy_version)
 
     def _write(self, target: memoryview, name: str, tensor: torch.Tensor) -> None:
         import torch
@@ -73,6 +71,10 @@ class Epochs:
 
         Raises `WeightsError` when the content no longer has the digest it was committed with.
         """
+        with self._lock:
+            return self._move_to(owner, epoch)
+
+    def _move_to(self, owner: OwnerClient, epoch: Epoch) -> Epoch:
         source = self._slots[epoch.slot]
         if digest(self.layout, source.view()) != epoch.digest:
             raise WeightsError(f"the content of epoch {epoch.number} is damaged", next_step="start the engine again")

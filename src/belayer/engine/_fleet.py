@@ -74,6 +74,8 @@ class Fleet:
         self.on_tokens: Callable[[Tokens], None]
         self.on_route: Callable[[WorkerLink], int]
         self.on_lost: Callable[[EngineError], None]
+        self._preparing = asyncio.Lock()
+        self.writing = False  # an epoch is being written
         self.before_serving: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -121,8 +123,15 @@ class Fleet:
     # -- supervisor ---------------------------------------------------------------------------------------------------
     def tell(self, event: sv.Event) -> None:
         """Report something to the supervisor and do what it decides."""
+        before = self.supervisor.state
         for action in self.supervisor.handle(event):
-            self._do(action)
+            try:
+                self._do(action)
+            except OSError as error:  # no process, descriptor or memory to be had
+                self._lose(EngineUnavailable(f"{type(action).__name__} failed: {error}", kept="every journalled token"))
+        if self.supervisor.state is sv.State.COLD_START and before is not sv.State.COLD_START:
+            for link in self.links.values():
+                link.child.hurry()  # one that was started as a shadow is now what everybody waits for
         self._set_timer()
         self._run(self._notify())
 
@@ -235,7 +244,7 @@ class Fleet:
         self.tell(sv.Fenced(generation))
 
     async def _check_owner(self) -> None:
-        reason = await self.owner.unfit(self.clean, HEALTH_TIMEOUT_S)
+        reason = await self.owner.unfit(self.clean, self.writing, HEALTH_TIMEOUT_S)
         self.clock.mark("health_s")
         self.tell(sv.OwnerChecked(reason))
 
@@ -299,20 +308,20 @@ class Fleet:
                 self.tell(sv.Refused(generation, f"worker {generation} refused {what}: {reason}"))
 
     async def _on_ready(self, link: WorkerLink) -> None:
-        if self.epochs is None:
-            state = await asyncio.to_thread(self.owner.client.state)
-            assert state.layout is not None and state.clean is not None
-            if self.epochs is None:  # two workers may become ready together
+        async with self._preparing:  # two workers may become ready together
+            if self.epochs is None:
+                state = await asyncio.to_thread(self.owner.client.state)
+                assert state.layout is not None and state.clean is not None
                 self.clean = state.clean
                 self.epochs = Epochs(self.owner.client, state.layout)
                 self.owner_usable.set()
-        if self.before_serving is not None and self.supervisor.state is sv.State.STARTING:
-            before, self.before_serving = self.before_serving, None
-            try:
-                await before()
-            except WeightsError as error:
-                self._lose(error)
-                return
+            if self.before_serving is not None:
+                before, self.before_serving = self.before_serving, None
+                try:
+                    await before()
+                except EngineError as error:
+                    self._lose(error)
+                    return
         self.bring_up_to_date(link)
         self.tell(sv.Ready(link.generation))
 
@@ -335,10 +344,15 @@ class Fleet:
     def _on_owner_exit(self, owner: OwnerProcess, how: str) -> None:
         if self._closing or owner is not getattr(self, "owner", owner):
             return
-        self.owner_usable.clear()
         self._events(ev.Event(kind=ev.OWNER_STATE, subject="owner", data={"pid": owner.child.pid, "state": how}))
         self.report_fault("owner.exit", "pidfd", f"the owner ended: {how}", False)
-        self.tell(sv.OwnerLost())
+        self.owner_lost(owner)
+
+    def owner_lost(self, owner: OwnerProcess) -> None:
+        """`owner` is dead or does not answer; nothing happens if it has been replaced already."""
+        if owner is self.owner and self.owner_usable.is_set():
+            self.owner_usable.clear()
+            self.tell(sv.OwnerLost())
 
     def report_fault(self, fault: str, how: str, text: str, serving: bool, detect_s: float | None = None) -> None:
         data: dict[str, Any] = {"fault": fault, "how": how, "reason": text}

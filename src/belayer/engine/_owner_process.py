@@ -37,15 +37,20 @@ class OwnerProcess:
         except OwnerLost as error:
             raise OwnerLost(f"{error.what}\n{self.child.log_tail()}") from None
 
-    async def unfit(self, epoch: Epoch | None, timeout_s: float) -> str | None:
-        """Why nobody may be promoted onto this owner; None: it is well and `epoch` is its clean epoch."""
+    async def unfit(self, epoch: Epoch | None, writing: bool, timeout_s: float) -> str | None:
+        """Why nobody may be promoted onto this owner; None: it is well and `epoch` is its clean epoch.
+
+        While an update is `writing`, a newer clean epoch is in order too: its writer has not heard of the commit yet,
+        and until it has, the slot of `epoch` is not touched.
+        """
         if not self.child.alive:
             return f"the owner is dead ({self.child.exit_text()})"
         try:
             state = await asyncio.to_thread(self.client.state, timeout_s)
         except (OwnerLost, WeightsError) as error:
             return error.what
-        if epoch is not None and state.clean != epoch:
+        newer = epoch is not None and state.clean is not None and state.clean.number > epoch.number
+        if epoch is not None and state.clean != epoch and not (writing and newer):
             return f"the owner's clean epoch is {state.clean}, not {epoch}"
         return None
 

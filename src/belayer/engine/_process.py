@@ -68,10 +68,11 @@ class Child:
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._popen.wait()
-        # children of the dead process are its cohort: none of them may go on writing
+        # Children of the dead process are its cohort: none of them may go on writing. Not reaped yet, it still holds
+        # the number of the process group, so nobody else can be hit.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait()
         self._exited.set()
         if self._on_exit is not None:
             self._on_exit(self.exit_text())
@@ -95,6 +96,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.kill()
+
+    def hurry(self) -> None:
+        """Take back a niceness that the process was started with."""
+        with contextlib.suppress(OSError):  # it just ended, or this user may not
+            for thread in os.listdir(f"/proc/{self.pid}/task"):
+                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
     async def gone(self, timeout_s: float) -> bool:
         """Wait until it is reaped. False: it was not within `timeout_s` (a task stuck in the kernel)."""

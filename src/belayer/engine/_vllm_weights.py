@@ -154,7 +154,7 @@ class OwnerLoader(BaseModelLoader):
         if _current.batch_invariant:
             for module in model.modules():
                 if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = _linear_for_any_batch
+                    module.cpu_linear = _linear_for_any_batch  # pyright: ignore[reportArgumentType]
         return model.eval()
 
 

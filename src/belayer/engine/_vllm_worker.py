@@ -23,6 +23,7 @@ from belayer.engine import _vllm_weights
 from belayer.engine._host import Region
 from belayer.engine._vllm_sampling import OFFSET, SAMPLING, CounterSampling
 from belayer.engine._wire import Spec, Work
+from belayer.engine.request import Sampling
 from belayer.errors import EngineError
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -163,9 +164,7 @@ class VllmEngine:
         self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def warm_up(self) -> None:
-        """Run every kind of step once, on scratch memory: prefill and decode, greedy and sampled, small and full batch."""
-        from belayer.engine.request import Sampling
-
+        """Run every kind of step on scratch memory: prefill and decode, greedy and sampled, small and full batch."""
         length = max(1, min(200, self._max_model_len - 8))
         for round_, count in enumerate((1, self._max_num_seqs)):
             for index in range(count):

@@ -17,13 +17,15 @@ from belayer.engine._model_folder import ModelFacts, inspect
 from belayer.engine._wire import Abort, Submit, Tokens, Work
 from belayer.engine._worker_link import WorkerLink
 from belayer.engine.request import GenerationRequest, TokenChunk, TokenSink, WeightsEpoch
-from belayer.errors import EngineError, EngineUnavailable, RequestRefused, WeightsError
+from belayer.errors import EngineError, EngineUnavailable, OwnerLost, RequestRefused, WeightsError
 from belayer.ownership import RunLabel
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Engine"]
+
+OWNER_ATTEMPTS = 3
 
 
 class _Flight:
@@ -173,6 +175,8 @@ class Engine:
             problem = "temperature must be >= 0, top_p in (0, 1], min_p in [0, 1]"
         elif sampling.top_k < 0:
             problem = "top_k must be >= 0"
+        elif not 0 <= sampling.seed < 1 << 64:
+            problem = "seed must be in [0, 2**64)"
         if problem:
             raise RequestRefused(f"request {request.id}: {problem}")
 
@@ -281,21 +285,29 @@ class Engine:
 
     async def _write_epoch(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
         fleet = self._fleet
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                await fleet.owner_usable.wait()
-        except TimeoutError:
-            raise WeightsError(
-                "no owner could be reached to hold new weights", kept="the old epoch serves on"
-            ) from None
-        assert fleet.epochs is not None and fleet.clean is not None
-        base = fleet.clean
-        try:
-            fleet.clean = await asyncio.to_thread(fleet.epochs.update, base, tensors, policy_version)
-        except WeightsError as error:
-            raise WeightsError(
-                error.what, kept=f"policy version {base.policy_version} serves on", next_step=error.next_step
-            ) from None
+        content = list(tensors)  # references only; an owner that dies half-way makes it necessary to start over
+        if not content:
+            raise WeightsError("an update without tensors changes nothing")
+        for _attempt in range(OWNER_ATTEMPTS):
+            try:
+                async with asyncio.timeout(self._config.start_timeout_s):
+                    await fleet.owner_usable.wait()
+            except TimeoutError:
+                break
+            assert fleet.epochs is not None and fleet.clean is not None
+            base, owner = fleet.clean, fleet.owner
+            fleet.writing = True
+            try:
+                fleet.clean = await asyncio.to_thread(fleet.epochs.update, base, content, policy_version)
+                return
+            except WeightsError as error:
+                kept = f"policy version {base.policy_version} serves on"
+                raise WeightsError(error.what, kept=kept, next_step=error.next_step) from None
+            except OwnerLost:
+                fleet.owner_lost(owner)
+            finally:
+                fleet.writing = False
+        raise WeightsError("no owner can hold new weights", kept="the old policy version serves on")
 
     # -- watching -----------------------------------------------------------------------------------------------------
     async def wait_standby(self, timeout_s: float) -> None:

@@ -62,6 +62,9 @@ class Worker:
     def start(self) -> None:
         """Everything slow."""
         began = time.monotonic()
+        # vLLM imports audio and video decoders for models that want them. Ours see token ids only, and a torchcodec
+        # built for another torch ends the import with an OSError that vLLM does not expect.
+        sys.modules.setdefault("torchcodec", None)  # pyright: ignore[reportArgumentType]
         from belayer.engine import _vllm_weights, _vllm_worker
 
         self._phases["import_s"] = time.monotonic() - began
@@ -79,7 +82,7 @@ class Worker:
         self._send(Ready(self._spec.generation, self._layout.hash(), self._epoch, self._phases))
 
     def _attach(self, region: Region, nbytes: int, loaded: Layout | None) -> Layout:
-        """Put the owner's newest clean epoch under `region`; with `loaded`, make that epoch first from what is there."""
+        """Put the owner's clean epoch under `region`; with `loaded`, make that epoch first, from what is there."""
         self._region = region
         if loaded is not None:
             self._owner.define(loaded)
