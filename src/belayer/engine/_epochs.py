@@ -89,5 +89,7 @@ class Epochs:
         return clean
 
     def close(self) -> None:
-        for region in self._slots:
-            region.close()
+        """Unmap; waits for an update that is still writing."""
+        with self._lock:
+            for region in self._slots:
+                region.close()

@@ -109,7 +109,7 @@ class Fleet:
         if hasattr(self, "owner"):
             await self.owner.close()
         if self.epochs is not None:
-            self.epochs.close()
+            await asyncio.to_thread(self.epochs.close)
         await self._notify()
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from belayer import events as ev
 from belayer.config import EngineConfig
@@ -14,7 +14,7 @@ from belayer.engine import supervisor as sv
 from belayer.engine._fleet import Fleet
 from belayer.engine._hang import HangDetector
 from belayer.engine._model_folder import ModelFacts, inspect
-from belayer.engine._wire import Abort, Submit, Tokens, Work
+from belayer.engine._wire import Abort, Epoch, Submit, Tokens, Work
 from belayer.engine._worker_link import WorkerLink
 from belayer.engine.request import GenerationRequest, TokenChunk, TokenSink, WeightsEpoch
 from belayer.errors import EngineError, EngineUnavailable, OwnerLost, RequestRefused, WeightsError
@@ -60,6 +60,7 @@ class Engine:
         self._flights: dict[str, _Flight] = {}
         self._rebuilding: set[str] = set()
         self._updating = asyncio.Lock()
+        self._updates: set[asyncio.Task[WeightsEpoch]] = set()
         self._closed = False
         self._fleet = Fleet(config, model, label, events, log_dir)
         self._fleet.on_tokens = self._on_tokens
@@ -107,6 +108,8 @@ class Engine:
             return
         self._closed = True
         self._hangs.stop()
+        for task in self._updates:
+            task.cancel()
         await self._fleet.close()
         self._on_lost(EngineUnavailable("the engine was closed", kept="every journalled token"))
 
@@ -246,33 +249,39 @@ class Engine:
         """
         if self._closed or self._fleet.failure is not None:
             raise self._fleet.failure or EngineUnavailable("the engine is closed")
+        # Shielded: half an update does not exist, so a caller that is cancelled cannot leave one. `close` ends it.
+        task = asyncio.get_running_loop().create_task(self._update(tensors, policy_version))
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+        return await asyncio.shield(task)
+
+    async def _update(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> WeightsEpoch:
         began = time.monotonic()
         async with self._updating:
             await self._write_epoch(tensors, policy_version)
-            fleet, target = self._fleet, self._fleet.clean
+            target = self._fleet.clean
             assert target is not None
-            for link in list(fleet.links.values()):
-                fleet.bring_up_to_date(link)
-            try:
-                await fleet.wait(lambda: self._switched(target.number), self._config.prefill_hang_s)
-            except TimeoutError:
-                # the serving worker has the hang detector; a shadow that does not answer is of no use
-                for link in list(fleet.links.values()):
-                    if link.ready and link.epoch != fleet.clean:
-                        fleet.tell(sv.Hung(link.generation, f"worker {link.generation} did not switch its weights"))
-                await fleet.wait(lambda: self._switched(target.number), self._config.start_timeout_s)
+            await self._switch_all(target)
         if self._fleet.failure is not None:
             raise self._fleet.failure
         wall_s = time.monotonic() - began
         epoch = WeightsEpoch(epoch=target.number, policy_version=policy_version, digest=target.digest, wall_s=wall_s)
-        data: dict[str, Any] = {
-            "epoch": epoch.epoch,
-            "policy_version": policy_version,
-            "digest": epoch.digest,
-            "wall_s": wall_s,
-        }
+        data = {"epoch": target.number, "policy_version": policy_version, "digest": target.digest, "wall_s": wall_s}
         self._events(ev.Event(kind=ev.WEIGHTS_COMMITTED, subject="weights", data=data))
         return epoch
+
+    async def _switch_all(self, target: Epoch) -> None:
+        fleet = self._fleet
+        for link in list(fleet.links.values()):
+            fleet.bring_up_to_date(link)
+        try:
+            await fleet.wait(lambda: self._switched(target.number), self._config.prefill_hang_s)
+        except TimeoutError:
+            # one that does not answer is of no use: as a shadow nobody else would notice
+            for link in list(fleet.links.values()):
+                if link.ready and link.epoch != fleet.clean:
+                    fleet.tell(sv.Hung(link.generation, f"worker {link.generation} did not switch its weights"))
+            await fleet.wait(lambda: self._switched(target.number), self._config.start_timeout_s)
 
     def _switched(self, number: int) -> bool:
         """Whether no worker that could make a token still looks at older weights."""
