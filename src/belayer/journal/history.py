@@ -43,6 +43,7 @@ class Call(msgspec.Struct):
     k: int = 0
     observed: str = ""
     result: Any = None
+    damage: str = ""
     done: bool = False
     # value
     value: Any = None
@@ -99,7 +100,8 @@ class History:
                 call = self._call(record.call, "action", "")
                 if call.done or call.k != record.k:
                     raise JournalCorrupt(f"rollout {self.rollout}: action {record.k} completed out of order")
-                call.observed, call.result, call.done = record.observed, record.result, True
+                call.observed, call.result, call.damage = record.observed, record.result, record.damage
+                call.done = True
             case ValueDrawn():
                 self._call(record.call, "value", record.what).value = record.value
             case CheckpointPublished():

@@ -68,6 +68,7 @@ class ActionCompleted(Record):
     observed: str
     result: Any
     wall_s: float = 0.0
+    damage: str = ""  # what the action itself did to the system folders; a replay must accept it too
 
 
 class ValueDrawn(Record):

@@ -98,6 +98,7 @@ class EnvironmentKeeper:
         self._first_loss = ""
         self._behind = 0  # the first action that the environment could not reproduce, until the context is cut there
         self._suspect = 0  # the action during which system folders vanished
+        self._spent = self._history.restores  # recoveries tried, also those that failed themselves
         self._deaths = (0, 0)  # (action, how often the environment died during it)
         self._journal_seconds = 0.03  # learned time to create or restore, for the policy
         if self._history.calls and self._history.actions():
@@ -144,6 +145,8 @@ class EnvironmentKeeper:
                 self._suspect = k
                 self._lose(problem)
                 continue
+            if problem:
+                sandbox.accept()  # twice at the same action: it is the agent's doing, and what it now observes
             wall_s = time.perf_counter() - begun
             self._breaker.success()
             self._record(
@@ -154,6 +157,7 @@ class EnvironmentKeeper:
                 observed=observed(result),
                 result=to_journal(result),
                 wall_s=round(wall_s, 6),
+                damage=problem or "",
             )
             self._emit(
                 events.EXEC,
@@ -240,6 +244,8 @@ class EnvironmentKeeper:
                 how, base, sandbox = await self._bring_back(target, fresh)
                 phases["restore_s"] = time.perf_counter() - begun
                 mismatch = await self._replay(sandbox, base, target)
+                if mismatch is None:
+                    await self._settle_damage(sandbox, base, target)
             except (SandboxLost, StaleSandbox) as error:
                 # it failed again while it was being brought back: that is one more failure, with its own budget
                 self.state = EnvironmentState.LOST
@@ -256,14 +262,15 @@ class EnvironmentKeeper:
 
     def _spend(self, why: str) -> None:
         self._breaker.failure(why)
-        if self._history.restores >= self._config.infra_retries:
+        if self._spent >= self._config.infra_retries:
             raise BudgetSpent(
-                f"rollout {self.rollout}: {self._history.restores} environment recoveries, the limit is "
+                f"rollout {self.rollout}: {self._spent} environment recoveries, the limit is "
                 f"recovery.infra_retries = {self._config.infra_retries}",
                 first=self._first_loss or why,
                 kept="its journal",
                 next_step="find out what keeps killing the environment",
             )
+        self._spent += 1
 
     async def _bring_back(self, target: int, fresh: bool) -> tuple[str, int, Sandbox]:
         """(how, actions it holds, sandbox): from the newest usable checkpoint, else from the image."""
@@ -301,6 +308,15 @@ class EnvironmentKeeper:
         self._record(ContextTruncated, call=cut, k=k, position=position, reason=reason)
         self._emit(events.ROLLOUT_TRUNCATED, position=position, action=k, reason=reason)
         raise RestartFunction
+
+    async def _settle_damage(self, sandbox: Sandbox, base: int, target: int) -> None:
+        """System folders that a replayed action destroyed are its outcome again; any other damage is a failure."""
+        problem = await self._examine(sandbox)
+        if problem is None:
+            return
+        if sandbox.dead or not any(call.damage for call in self._history.actions()[base:target]):
+            raise SandboxLost(problem)
+        sandbox.accept()
 
     def _activate(
         self, sandbox: Sandbox, how: str, base: int, target: int, why: str, phases: dict[str, float], *, fresh: bool
