@@ -46,6 +46,7 @@ def fan_out(*sinks: EventSink) -> EventSink:
 # -- run and training ----------------------------------------------------------------------------
 RUN_STARTED = "run.started"  # seed, resumed, steps (planned, of the whole run), inject (bool), versions {name: version}
 RUN_FINISHED = "run.finished"  # wall_s, ok
+LOG_CONTINUED = "log.continued"  # first line that a resumed driver (or a later comparison) adds to metrics.jsonl
 RUN_COMPARED = "run.compared"  # reference, rollouts_compared, rollouts_identical, tokens_compared, tokens_changed
 # step counts from 0; the event is emitted at the step's end
 TRAIN_STEP = "train.step"  # step, reward_mean, reward_std, loss, rollouts, rollout_s, optimise_s, weights_s, wall_s
@@ -61,9 +62,10 @@ EXEC = "span.exec"  # action, exit_code, start, wall_s
 CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, exposed_s (time the rollout waited for it)
 
 # -- faults and recoveries ------------------------------------------------------------------------
-# subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves (its own id goes in `sandbox`)
+# subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves
+# emitted before the blow falls, so that it precedes the detection
 FAULT_INJECTED = "fault.injected"  # fault (worker.sigkill, worker.sigstop, sandbox.kill, sandbox.damage), target
-FAULT_DETECTED = "fault.detected"  # fault, how, detect_s where known
+FAULT_DETECTED = "fault.detected"  # fault ("checkpoint": one was refused or did not restore), how, detect_s where known
 # what ("worker" | "sandbox"), how (promotion, cold start, restore, …), fault where known, phases {name: s}, total_s
 RECOVERED = "recovered"
 

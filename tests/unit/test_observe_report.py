@@ -20,15 +20,11 @@ from belayer.observe import MetricsLog, Summary, read_summary, write_report, wri
 pytestmark = pytest.mark.unit
 
 WORKER_PHASES = {
-    "detect": 0.002,
-    "fence": 0.004,
-    "health": 0.001,
-    "map": 0.0004,
-    "prefill": 0.031,
-    "first token": 0.018,
-}
-COLD_PHASES = {"detect": 0.003, "fence": 0.004, "spawn": 0.3, "import": 5.4, "load": 0.9, "prefill": 0.5}
-RESTORE_PHASES = {"kill": 0.004, "mount": 0.011, "netns": 0.005, "criu": 0.048, "verify": 0.006, "replay": 0.02}
+    "fence_s": 0.004, "check_s": 0.001, "gate_s": 0.002, "map_s": 0.0004, "activate_s": 0.003, "prefill_s": 0.031,
+    "first_token_s": 0.018,
+}  # fmt: skip
+COLD_PHASES = {"fence_s": 0.004, "import_s": 5.4, "engine_s": 0.9, "warm_up_s": 0.6, "prefill_s": 0.03}
+RESTORE_PHASES = {"detect_to_start_s": 0.001, "restore_s": 0.085, "replay_s": 0.02}
 
 
 def synthetic_run(*, faults: bool, steps: int = 40, width: int = 32, seed: int = 7) -> list[Event]:
@@ -49,8 +45,8 @@ def synthetic_run(*, faults: bool, steps: int = 40, width: int = 32, seed: int =
     versions = {"vllm": "0.32.0", "torch": "2.13.0", "criu": "4.2.1"}
     emit(ev.RUN_STARTED, now, seed=seed, resumed=False, steps=steps, inject=faults, versions=versions)
     emit(ev.WORKER_STATE, now + 7.5, "worker", generation=1, pid=4001, state="serving")
-    emit(ev.SHADOW_STATE, now + 1, "shadow", pid=4002, state="starting")
-    emit(ev.SHADOW_STATE, now + 16, "shadow", pid=4002, state="ready")
+    emit(ev.SHADOW_STATE, now + 1, "shadow", generation=2, pid=4002, state="starting")
+    emit(ev.SHADOW_STATE, now + 16, "shadow", generation=2, pid=4002, state="ready")
     worker_at = {steps * n // 7: n for n in range(1, 7)} if faults else {}
     now += 8
     generation = 1
@@ -81,7 +77,14 @@ def synthetic_run(*, faults: bool, steps: int = 40, width: int = 32, seed: int =
                     kind = noise.choice(["sandbox.kill", "sandbox.kill", "sandbox.damage"])
                     emit(ev.FAULT_INJECTED, at, name, fault=kind, target=name)
                     emit(ev.FAULT_DETECTED, at + 0.004, name, fault=kind, how="pidfd", detect_s=0.004)
-                    recovered(at, "sandbox", "restore", name, RESTORE_PHASES, kind)
+                    recovered(
+                        at,
+                        "sandbox",
+                        "full restore" if noise.random() < 0.85 else "new container",
+                        name,
+                        RESTORE_PHASES,
+                        kind,
+                    )
                     at += 0.12
             emit(ev.ROLLOUT_FINISHED, at, name, reward=0.5, turns=3, tokens=80, wall_s=at - start, attempt=1)
             longest = max(longest, at)
@@ -93,8 +96,8 @@ def synthetic_run(*, faults: bool, steps: int = 40, width: int = 32, seed: int =
             emit(ev.FAULT_INJECTED, at, "worker", fault=kind, target="4001")
             recovered(at, "worker", "cold start" if cold else "promotion", "worker",
                       COLD_PHASES if cold else WORKER_PHASES, kind)  # fmt: skip
-            emit(ev.SHADOW_STATE, at + 0.03, "shadow", pid=1, state="starting", reason="after a promotion")
-            emit(ev.SHADOW_STATE, at + 9.0, "shadow", pid=1, state="ready")
+            emit(ev.SHADOW_STATE, at + 0.03, "shadow", generation=generation + 1, pid=1, state="starting")
+            emit(ev.SHADOW_STATE, at + 9.0, "shadow", generation=generation + 1, pid=1, state="ready")
             emit(ev.WORKER_STATE, at + 0.06, "worker", generation=generation, pid=2, state="serving")
             longest += 7.0 if cold else 0.1
         out = kept

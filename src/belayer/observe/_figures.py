@@ -22,7 +22,7 @@ from belayer.observe._plot import (
     time_label,
     time_ticks,
 )
-from belayer.observe._values import count, duration, quantile
+from belayer.observe._values import count, duration, phase_label, quantile
 from belayer.observe.summary import Recovery
 
 _LEFT, _RIGHT = 64.0, 14.0
@@ -152,9 +152,8 @@ def len_floor(value: float) -> int:
 
 def how_class(how: str) -> str:
     """The colour class of a way to recover."""
-    known = {"promotion": "promotion", "cold start": "cold", "restore": "restore", "image": "promotion"}
-    word = how.lower().replace("_", " ").replace("-", " ")
-    return next((name for prefix, name in known.items() if word.startswith(prefix)), "other")
+    known = {"promotion": "promotion", "cold": "cold", "restore": "restore"}
+    return next((name for word, name in known.items() if word in how.lower()), "other")
 
 
 def _lane(run: History, lane: str, x: Scale, top: float, height: float, low: float, high: float) -> Markup:
@@ -201,7 +200,7 @@ def _fault_title(fault: Fault) -> str:
 
 def _recovery_title(done: Done) -> str:
     one = done.recovery
-    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in one.phases.items())
+    phases = ", ".join(f"{phase_label(name)} {duration(seconds)}" for name, seconds in one.phases.items())
     after = f" after {one.fault}" if one.fault else ""
     return f"{one.subject or one.what}: {one.how}{after}, {duration(one.total_s)}" + (f" ({phases})" if phases else "")
 
@@ -247,7 +246,7 @@ def phases_figure(recoveries: list[Recovery]) -> Figure:
 
 
 def _waterfall(
-    name: str, how: str, group: list[Recovery], left: float, top: float, width: float
+    heading: str, how: str, group: list[Recovery], left: float, top: float, width: float
 ) -> tuple[Markup, float]:
     """One panel and its height."""
     row, names = 20.0, phase_names(group)
@@ -260,19 +259,21 @@ def _waterfall(
     x = Scale(0, reach, left + 116, left + width - 76)
     total = quantile([one.total_s for one in group], 0.5)
     first = top + 30
+    overlap = " · phases overlap" if at > total * 1.1 else ""
     parts = [
-        label(left, top + 13, name[:40], class_="lane"),
+        label(left, top + 13, heading[:40], class_="lane"),
         label(left + width, top + 13, f"{duration(total)}", anchor="end", class_="value"),
-        label(left + width - 76, top + 13, f"n = {count(len(group))}, median whole", anchor="end"),
+        label(left + width - 76, top + 13, f"n = {count(len(group))}{overlap} · median whole", anchor="end"),
         line(left, top + 21, left + width, top + 21, "grid"),
     ]
     for index, phase in enumerate(names):
         y = first + index * row
         start, end = x(starts[phase]), x(starts[phase] + medians[phase])
         high = quantile(values[phase], 0.9)
-        note = f"{phase}: median {duration(medians[phase])}, p90 {duration(high)}, n = {len(values[phase])}"
+        name = phase_label(phase)
+        note = f"{name}: median {duration(medians[phase])}, p90 {duration(high)}, n = {len(values[phase])}"
         parts += [
-            label(left + 106, y + 11, phase if len(phase) <= 18 else f"{phase[:17]}…", anchor="end"),
+            label(left + 106, y + 11, name if len(name) <= 18 else f"{name[:17]}…", anchor="end"),
             line(start, y + 7, x(starts[phase] + high), y + 7, f"whisker how-{how_class(how)}"),
             box(start, y + 1, max(1.5, end - start), 12, f"fall how-{how_class(how)}", note, rx=1.5),
             label(left + width, y + 11, duration(medians[phase]), anchor="end"),

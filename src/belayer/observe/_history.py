@@ -1,6 +1,6 @@
 """A run's events, sorted into what the figures and the timeline draw.
 
-Run time: seconds since the driver first started, with the pauses between a crash and its resume taken out.
+All times are run time: see `_clock`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from belayer import events as ev
 from belayer.events import Event
+from belayer.observe._clock import RunClock
 from belayer.observe._values import number, text, whole
 from belayer.observe.summary import Recovery, recovery_of
 
@@ -101,62 +102,85 @@ _SPANS = {ev.GENERATE: "generate", ev.EXEC: "exec", ev.CHECKPOINT: "checkpoint"}
 
 def history_of(events: list[Event]) -> History:
     """Sort a run's events; those it does not know are passed over."""
-    found = History()
-    open_lives: dict[str, float] = {}
-    awaiting: set[str] = set()
-    steps: dict[int, Step] = {}
-    last_fault: dict[str, str] = {}
-    begun: float | None = None
-    shift = 0.0
-    finished = False
+    sorter = _Sorter()
     for event in events:
-        if begun is None:
-            begun = event.at
-        elif event.kind == ev.RUN_STARTED:
-            begun, shift = event.at, found.length
-            if event.data.get("resumed") or finished:
-                found.resumes.append(shift)
-        x = max(0.0, event.at - begun) + shift
-        if event.kind == ev.RUN_STARTED:
-            finished = False
-        if not finished:
-            found.length = max(found.length, x)
-        data = event.data
-        if event.kind == ev.RUN_FINISHED:
-            finished = True
-        elif event.kind == ev.TRAIN_STEP:
-            number_of = whole(data, "step")
-            if number_of is not None:
-                steps[number_of] = Step(number_of, x, number(data, "wall_s"), number(data, "reward_mean"))
-        elif event.kind == ev.FAULT_INJECTED:
-            subject = event.subject or text(data, "target")
-            fault = text(data, "fault", "unnamed")
-            awaiting.add(subject)
-            last_fault[subject] = fault
-            found.faults.append(Fault(x, fault, subject, True))
-        elif event.kind == ev.FAULT_DETECTED:
-            if event.subject not in awaiting:
-                fault = text(data, "fault", "unnamed")
-                last_fault[event.subject] = fault
-                found.faults.append(Fault(x, fault, event.subject, False))
-        elif event.kind == ev.RECOVERED:
-            awaiting.discard(event.subject)
-            found.recoveries.append(Done(x, recovery_of(event, last_fault.pop(event.subject, None))))
-        elif event.kind in _SPANS:
+        sorter.take(event)
+    return sorter.result()
+
+
+class _Sorter:
+    def __init__(self) -> None:
+        self._found = History()
+        self._clock = RunClock()
+        self._open: dict[str, float] = {}
+        self._steps: dict[int, Step] = {}
+        self._awaiting: dict[str, int] = {}  # subject → place of its newest fault in the list
+        self._ready_shadow: int | None = None
+
+    def take(self, event: Event) -> None:
+        x, found, data, kind = self._clock(event), self._found, event.data, event.kind
+        if kind in _SPANS:
             found.spans.append(_span(event, x))
-        elif event.kind == ev.ROLLOUT_STARTED:
-            open_lives[event.subject] = x
-        elif event.kind in (ev.ROLLOUT_FINISHED, ev.ROLLOUT_FAILED):
-            start = open_lives.pop(event.subject, max(0.0, x - (number(data, "wall_s") or 0.0)))
-            outcome = "finished" if event.kind == ev.ROLLOUT_FINISHED else "failed"
+        elif kind == ev.ROLLOUT_STARTED:
+            self._open[event.subject] = x
+        elif kind in (ev.ROLLOUT_FINISHED, ev.ROLLOUT_FAILED):
+            start = self._open.pop(event.subject, max(0.0, x - (number(data, "wall_s") or 0.0)))
+            outcome = "finished" if kind == ev.ROLLOUT_FINISHED else "failed"
             found.lives.append(Life(event.subject, min(start, x), x, outcome))
-        elif event.kind == ev.WORKER_STATE:
-            found.workers.append(State(x, text(data, "state"), whole(data, "generation"), text(data, "reason")))
-        elif event.kind == ev.SHADOW_STATE:
-            found.shadows.append(State(x, text(data, "state"), None, text(data, "reason")))
-    found.lives.extend(Life(rollout, start, None, "in flight") for rollout, start in open_lives.items())
-    found.steps = [steps[step] for step in sorted(steps)]
-    return found
+        elif kind == ev.TRAIN_STEP:
+            step = whole(data, "step")
+            if step is not None:
+                self._steps[step] = Step(step, x, number(data, "wall_s"), number(data, "reward_mean"))
+        elif kind == ev.FAULT_INJECTED:
+            self._injected(Fault(x, text(data, "fault", "unnamed"), event.subject or text(data, "target"), True))
+        elif kind == ev.FAULT_DETECTED:
+            self._detected(Fault(x, text(data, "fault", "unnamed"), event.subject, False))
+        elif kind == ev.RECOVERED:
+            place = self._awaiting.pop(event.subject, None)
+            fault = None if place is None else found.faults[place]
+            found.recoveries.append(Done(x, recovery_of(event, fault.fault if fault and fault.injected else None)))
+        elif kind in (ev.WORKER_STATE, ev.SHADOW_STATE):
+            self._process(event, x)
+
+    def result(self) -> History:
+        found = self._found
+        found.length, found.resumes = self._clock.length, self._clock.resumes
+        found.lives.extend(Life(rollout, start, None, "in flight") for rollout, start in self._open.items())
+        found.steps = [self._steps[step] for step in sorted(self._steps)]
+        return found
+
+    def _injected(self, fault: Fault) -> None:
+        place = self._awaiting.get(fault.subject)
+        if place is not None and not self._found.faults[place].injected:
+            self._found.faults[place] = fault  # its detection was reported first
+        else:
+            self._awaiting[fault.subject] = len(self._found.faults)
+            self._found.faults.append(fault)
+
+    def _detected(self, fault: Fault) -> None:
+        if fault.fault == "checkpoint":  # one checkpoint less, but nothing broke
+            return
+        if fault.subject == "shadow":
+            self._ready_shadow = None
+            self._found.shadows.append(State(fault.x, "dead", None, fault.fault))
+        if fault.subject not in self._awaiting:
+            if fault.lane == "worker" and fault.subject != "worker":  # a shadow or an owner: no recovery will answer
+                self._found.faults.append(fault)
+                return
+            self._awaiting[fault.subject] = len(self._found.faults)
+            self._found.faults.append(fault)
+
+    def _process(self, event: Event, x: float) -> None:
+        generation = whole(event.data, "generation")
+        state = State(x, text(event.data, "state"), generation, text(event.data, "reason"))
+        if event.kind == ev.SHADOW_STATE:
+            self._ready_shadow = generation if state.state == "ready" else None
+            self._found.shadows.append(state)
+            return
+        self._found.workers.append(state)
+        if state.state == "serving" and generation is not None and generation == self._ready_shadow:
+            self._found.shadows.append(State(x, "promoted", generation, ""))
+            self._ready_shadow = None
 
 
 def _span(event: Event, x: float) -> Span:

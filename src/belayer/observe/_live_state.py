@@ -19,14 +19,15 @@ _RECENT = 12
 _TOTALS = 512  # recoveries of which the median is shown
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recent:
-    """A line of the list of faults and recoveries; `at` in seconds since the epoch."""
+    """A line of the list: a fault and the recovery that answered it, if any; `at` in seconds since the epoch."""
 
     at: float
     fault: str
     subject: str
-    recovery: Recovery | None
+    injected: bool
+    recovery: Recovery | None = None
 
 
 @dataclass(slots=True)
@@ -85,7 +86,8 @@ class LiveFeed:
     def __init__(self) -> None:
         self._state = LiveState()
         self._open: set[str] = set()
-        self._awaiting: dict[str, str] = {}
+        self._awaiting: dict[str, Recent] = {}
+        self._ready_shadow: int | None = None
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
@@ -102,11 +104,13 @@ class LiveFeed:
             taken.faults = copy(taken.faults)
             taken.recovered = copy(taken.recovered)
             taken.totals = {what: copy(totals) for what, totals in taken.totals.items()}
-            taken.recent = copy(taken.recent)
+            taken.recent = deque(copy(line) for line in taken.recent)
             return taken
 
     def _take(self, event: Event) -> None:
         state, data, kind = self._state, event.data, event.kind
+        if state.begun is None:
+            state.begun = event.at
         if kind == ev.GENERATE:
             tokens = whole(data, "tokens") or 0
             state.tokens += tokens
@@ -138,20 +142,13 @@ class LiveFeed:
         elif kind in (ev.FAULT_INJECTED, ev.FAULT_DETECTED):
             self._fault(event)
         elif kind == ev.RECOVERED:
-            one = recovery_of(event, self._awaiting.pop(event.subject, None))
-            state.recovered[one.what] += 1
-            state.totals.setdefault(one.what, deque(maxlen=_TOTALS)).append(one.total_s)
-            state.recent.append(Recent(event.at, one.fault or "", event.subject or one.what, one))
-        elif kind == ev.WORKER_STATE:
-            generation = whole(data, "generation")
-            state.generation = generation if generation is not None else state.generation
-            state.worker = text(data, "state")
-        elif kind == ev.SHADOW_STATE:
-            state.shadow, state.shadow_reason = text(data, "state"), text(data, "reason")
+            self._recovered(event)
+        elif kind in (ev.WORKER_STATE, ev.SHADOW_STATE):
+            self._process(event)
         elif kind == ev.OWNER_STATE:
             state.owner = text(data, "state")
         elif kind == ev.RUN_STARTED:
-            state.begun, state.ended = event.at, None
+            state.ended = None
             state.seed = whole(data, "seed")
             state.steps_planned = whole(data, "steps") or state.steps_planned
         elif kind == ev.RUN_FINISHED:
@@ -171,10 +168,46 @@ class LiveFeed:
     def _fault(self, event: Event) -> None:
         subject = event.subject or text(event.data, "target")
         fault = text(event.data, "fault", "unnamed")
-        if event.kind == ev.FAULT_DETECTED:
-            if subject in self._awaiting:  # the detection of a fault that is on the list already
-                return
-        else:
+        injected = event.kind == ev.FAULT_INJECTED
+        waiting = self._awaiting.get(subject)
+        if injected:
             self._state.faults[fault] += 1
-        self._awaiting[subject] = fault
-        self._state.recent.append(Recent(event.at, fault, subject, None))
+        elif subject == "shadow":
+            self._state.shadow, self._state.shadow_reason, self._ready_shadow = "dead", "", None
+        elif subject == "worker":
+            self._state.worker = "failed"
+        if fault == "checkpoint":  # one checkpoint less, but nothing broke
+            return
+        if waiting is None:
+            line = Recent(event.at, fault, subject, injected)
+            self._awaiting[subject] = line
+            self._state.recent.append(line)
+        elif injected:
+            if waiting.injected:  # the one before was never answered
+                self._awaiting[subject] = Recent(event.at, fault, subject, injected)
+                self._state.recent.append(self._awaiting[subject])
+            else:  # its detection was reported first
+                waiting.fault, waiting.injected = fault, True
+
+    def _recovered(self, event: Event) -> None:
+        state = self._state
+        line = self._awaiting.pop(event.subject, None)
+        one = recovery_of(event, line.fault if line and line.injected else None)
+        state.recovered[one.what] += 1
+        state.totals.setdefault(one.what, deque(maxlen=_TOTALS)).append(one.total_s)
+        if line is None:
+            line = Recent(event.at - one.total_s, one.fault or "", event.subject or one.what, False)
+            state.recent.append(line)
+        line.recovery = one
+
+    def _process(self, event: Event) -> None:
+        state, data = self._state, event.data
+        name, generation = text(data, "state"), whole(data, "generation")
+        if event.kind == ev.SHADOW_STATE:
+            state.shadow, state.shadow_reason = name, text(data, "reason")
+            self._ready_shadow = generation if name == "ready" else None
+            return
+        state.worker = name
+        state.generation = generation if generation is not None else state.generation
+        if name == "serving" and generation is not None and generation == self._ready_shadow:
+            state.shadow, state.shadow_reason, self._ready_shadow = "promoted", "", None

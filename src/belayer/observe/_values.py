@@ -49,6 +49,11 @@ def seconds_of(data: Mapping[str, Any], key: str) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def phase_label(name: str) -> str:
+    """A phase's name for people: `first_token_s` is `first token`."""
+    return name.removesuffix("_s").replace("_", " ")
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """Linear-interpolated quantile of a non-empty sequence, 0 ≤ q ≤ 1."""
     ordered = sorted(values)

@@ -17,14 +17,14 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from belayer import events as ev
 from belayer.events import Event
 from belayer.observe._live_state import LiveFeed, LiveState, Recent
-from belayer.observe._values import clock, duration, number, quantile, text, whole
+from belayer.observe._values import clock, duration, number, phase_label, quantile, text, whole
+from belayer.observe.summary import recovery_of
 
 _log = logging.getLogger(__name__)
 _BARS = "▁▂▃▄▅▆▇█"
@@ -92,24 +92,26 @@ def picture(
     inner = width - 4
     wide = width >= _WIDE
     left = Table.grid(padding=(0, 1))
-    left.add_column(style="dim", no_wrap=True, width=11)
+    left.add_column(style="dim", no_wrap=True, min_width=11)
     left.add_column(no_wrap=True, overflow="ellipsis")
-    room = (inner // 2 if wide else inner) - 13
+    half = 66 if wide else inner
+    room = half - 12
     for name, value in _rows(state, now, room, unicode):
+        value.truncate(room, overflow="ellipsis")
         left.add_row(name, value)
     taken = left.row_count + 3 + (0 if wide else 1)
-    lines = max(1, min(len(state.recent) if wide else 6, 12 if wide else 6, height - taken - 1))
-    recent = _recent(state, lines, inner - inner // 2 if wide else inner, unicode)
+    lines = max(1, min(left.row_count - 1 if wide else 6, height - taken - 1))
+    recent = _recent(state, lines, inner - half - 2 if wide else inner, unicode)
     body: RenderableType
     if wide:
         body = Table.grid(padding=(0, 2), expand=True)
-        body.add_column(ratio=1)
-        body.add_column(ratio=1)
-        body.add_row(left, Group(Text("newest faults and recoveries", style="dim"), recent))
+        body.add_column(width=half)
+        body.add_column()
+        body.add_row(left, Group(Text("newest faults and recoveries, phases in ms", style="dim"), recent))
     else:
-        body = Group(left, Text("newest faults and recoveries", style="dim"), recent)
+        body = Group(left, Text("newest faults and recoveries, phases in ms", style="dim"), recent)
     done = 0 if state.step is None else state.step + 1
-    bar = ProgressBar(total=max(1, state.steps_planned or 1), completed=done, width=inner)
+    bar = _bar(done, state.steps_planned, inner, unicode)
     title = Text.assemble(("belayer ", "bold"), (_short(run_name, max(8, width - 40)), "bold cyan"))
     if state.seed is not None:
         title.append(f" · seed {state.seed}", style="default not bold")
@@ -142,9 +144,12 @@ def _rows(state: LiveState, now: float, room: int, unicode: bool) -> list[tuple[
     if state.truncated:
         rollouts.append(f" · {state.truncated} truncated")
     faults = Text(str(state.faults.total()), style="bold")
-    faults.append(" injected" if state.faults else " injected so far", style="not bold")
+    groups: dict[str, list[str]] = {}
     for kind, number_of in sorted(state.faults.items()):
-        faults.append(f" · {kind} {number_of}", style="not bold")
+        what, _, rest = kind.partition(".")
+        groups.setdefault(what, []).append(f"{rest} {number_of}".strip())
+    for what, kinds in groups.items():
+        faults.append(f" · {what} {', '.join(kinds)}", style="not bold")
     recovered = Text(str(state.recovered.total()), style="bold green" if state.recovered else "bold")
     for what in sorted(state.totals, reverse=True):
         totals = state.totals[what]
@@ -161,7 +166,7 @@ def _rows(state: LiveState, now: float, room: int, unicode: bool) -> list[tuple[
         ("tokens", Text.assemble((f"{state.tokens_per_s(now):,.0f}/s", "bold"), f" · {state.tokens:,} in all")),
         ("engine", _engine(state)),
         ("checkpoints", checkpoints),
-        ("faults", faults),
+        ("injected", faults),
         ("recovered", recovered),
     ]
 
@@ -178,7 +183,7 @@ def _engine(state: LiveState) -> Text:
     line.append(state.shadow or "none", style="green" if state.shadow == "ready" else "yellow")
     if state.shadow_reason and state.shadow != "ready":
         line.append(f" ({state.shadow_reason})", style="dim")
-    if state.owner and state.owner not in ("ready", "serving"):
+    if state.owner and state.owner not in ("ready", "serving", "started"):
         line.append(f" · owner {state.owner}", style="yellow")
     return line
 
@@ -215,26 +220,42 @@ def _recent(state: LiveState, lines: int, room: int, unicode: bool) -> Text:
 def _recent_line(one: Recent, state: LiveState, room: int, unicode: bool) -> Text:
     since = clock(one.at - state.begun) if state.begun is not None else ""
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"{since:>6} ", style="dim")
-    if one.recovery is None:
+    line.append(f"{since:>5} ", style="dim")
+    done = one.recovery
+    if done is None:
         line.append("✗ " if unicode else "x ", style="bold red")
         line.append(one.fault, style="red")
         if one.subject and not one.fault.startswith(one.subject):
             line.append(f" {_short(one.subject, 24)}", style="dim")
     else:
         line.append("✓ " if unicode else "+ ", style="bold green")
-        line.append(f"{one.recovery.what} {one.recovery.how} ")
-        line.append(duration(one.recovery.total_s), style="bold green")
-        phases = _phases(one.recovery.phases)
+        line.append(_short(done.fault or done.what, 24))
+        line.append(" → " if unicode else " -> ", style="dim")
+        line.append(f"{done.how} ")
+        line.append(duration(done.total_s), style="bold green")
+        phases = _phases(done.phases, room - line.cell_len - 2)
         if phases:
             line.append(f"  {phases}", style="dim")
     line.truncate(room, overflow="ellipsis")
     return line
 
 
-def _phases(phases: dict[str, float]) -> str:
-    """Phase times in milliseconds; those below half a millisecond are left out."""
-    return " ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in phases.items() if seconds >= 0.0005)
+def _phases(phases: dict[str, float], room: int = 400) -> str:
+    """Phase times in milliseconds, in their order. Those below half a millisecond are left out, and the shortest that
+    do not fit into `room` characters."""
+    shown = {phase_label(name): seconds for name, seconds in phases.items() if seconds >= 0.0005}
+    while shown:
+        line = " ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in shown.items())
+        if cell_len(line) <= room:
+            return line
+        del shown[min(shown, key=shown.__getitem__)]
+    return ""
+
+
+def _bar(done: int, planned: int | None, width: int, unicode: bool) -> Text:
+    filled = min(width, width * done // planned) if planned else 0
+    mark = "━" if unicode else "="
+    return Text.assemble((mark * filled, "green"), ((mark if unicode else "-") * (width - filled), "bright_black"))
 
 
 def _short(name: str, room: int) -> str:
@@ -259,8 +280,6 @@ class PlainView:
             return
         state = self._feed.snapshot()
         line = self._line(event, state)
-        if line is None:
-            return
         try:
             print(line, file=self._stream, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed, or cannot hold a character
@@ -275,7 +294,7 @@ class PlainView:
     ) -> None:
         return None
 
-    def _line(self, event: Event, state: LiveState) -> str | None:
+    def _line(self, event: Event, state: LiveState) -> str:
         since = clock(event.at - state.begun) if state.begun is not None else "0:00"
         data = event.data
         if event.kind == ev.RUN_STARTED:
@@ -287,9 +306,7 @@ class PlainView:
         if event.kind == ev.TRAIN_STEP:
             return self._step_line(event, state, since)
         if event.kind == ev.RECOVERED:
-            one = state.recent[-1].recovery
-            if one is None:
-                return None
+            one = recovery_of(event)
             phases = _phases(one.phases)
             where = "" if event.subject in ("", one.what) else f" ({event.subject})"
             return f"[{since}] recovered {one.what}{where} by {one.how} in {duration(one.total_s)}" + (

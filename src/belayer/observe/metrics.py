@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from belayer.events import Event
+from belayer.events import LOG_CONTINUED, Event
 from belayer.observe._values import LARGEST
 
 _log = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class MetricsLog:
         self._flush_s = flush_s
         self._thread = threading.Thread(target=self._work, name="belayer-metrics", daemon=True)
         self._thread.start()
+        if os.fstat(self._file).st_size:
+            self(Event(kind=LOG_CONTINUED))
 
     def __call__(self, event: Event) -> None:
         """Take one event. Never blocks on the disk and never raises because of what the event holds."""

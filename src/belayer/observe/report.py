@@ -14,7 +14,7 @@ from belayer.observe._figures_rollouts import checkpoints_figure, lanes_figure
 from belayer.observe._history import History, history_of
 from belayer.observe._markup import Markup, tag
 from belayer.observe._style import CSS
-from belayer.observe._values import count, duration, quantile, write_atomic
+from belayer.observe._values import count, duration, phase_label, quantile, write_atomic
 from belayer.observe.metrics import scan_metrics
 from belayer.observe.summary import Recovery, RunSummary, Summary, read_summary
 
@@ -223,7 +223,7 @@ def _phase_table(recoveries: list[Recovery]) -> Markup:
     for (what, how), group in groups_of(recoveries).items():
         rows.append(tag("tr", tag("td", f"{what}: {how}", colspan=6), class_="group"))
         for name in phase_names(group):
-            rows.append(_row(name, [one.phases[name] for one in group if name in one.phases]))
+            rows.append(_row(phase_label(name), [one.phases[name] for one in group if name in one.phases]))
         rows.append(_row("whole recovery", [one.total_s for one in group], "total"))
     heads = [tag("th", "phase", class_="word", scope="col")]
     heads += [tag("th", name, scope="col") for name in ("count", "median ms", "p90 ms", "max ms", "sum s")]

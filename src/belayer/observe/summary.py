@@ -16,6 +16,7 @@ import msgspec
 
 from belayer import events as ev
 from belayer.events import Event
+from belayer.observe._clock import RunClock
 from belayer.observe._values import mean, number, seconds_of, text, whole, write_atomic
 from belayer.observe.metrics import scan_metrics
 
@@ -32,12 +33,14 @@ class FaultCounts(msgspec.Struct, kw_only=True):
 class Recovery(msgspec.Struct, kw_only=True):
     """One recovery. `phases` in seconds, in their order; `total_s` from fault to usable again, in seconds.
 
-    `at` is when it was complete (seconds since the epoch), `fault` the kind of fault it answers, null where unknown.
+    `at` is when it was complete (seconds since the epoch), `fault` the kind of fault it answers (the injected one,
+    where there is one), `reason` what the detector said; null where unknown.
     """
 
     what: str
     how: str
     fault: str | None
+    reason: str | None = None
     subject: str
     phases: dict[str, float]
     total_s: float
@@ -98,6 +101,8 @@ class RunSummary(msgspec.Struct, kw_only=True):
     wall_s: float = 0.0
     """Time the driver ran, all sessions together; the time between a crash and its resume is not in it."""
     checkpoints: int = 0
+    checkpoints_failed: int = 0
+    """Checkpoints that were refused, or did not restore so that an older one was used."""
     checkpoint_wall_s: float = 0.0
     """Time spent on checkpoints, summed over all of them."""
     checkpoint_exposed_s: float = 0.0
@@ -122,9 +127,8 @@ class Summary:
         self._duplicated = 0
         self._rewards: dict[int, float] = {}
         self._steps: set[int] = set()
-        self._last_fault: dict[str, str] = {}
-        self._session: tuple[float, float] | None = None
-        self._past_s = 0.0
+        self._hit: dict[str, str] = {}
+        self._clock = RunClock()
         self._counted: tuple[int, int, int] | None = None
 
     @classmethod
@@ -138,11 +142,13 @@ class Summary:
     @classmethod
     def from_metrics(cls, path: Path) -> Summary:
         """The summary of a `metrics.jsonl`, for a resumed run or afterwards. Raises `FileNotFoundError`."""
-        return cls.from_events(scan_metrics(path).events)
+        summary = cls.from_events(scan_metrics(path).events)
+        summary._clock.close_session()  # what comes next is not from the driver that wrote the file
+        return summary
 
     def __call__(self, event: Event) -> None:
         """Count one event; events that the summary does not know only move its clock."""
-        self._tick(event)
+        self._clock(event)
         handle = _HANDLERS.get(event.kind)
         if handle is not None:
             handle(self, event)
@@ -171,6 +177,8 @@ class Summary:
         """The summary as of now. A copy: later events do not change it."""
         run = msgspec.structs.replace(self._run)
         run.steps = len(self._steps)
+        run.sessions = self._clock.sessions
+        run.finished = self._clock.finished
         run.faults_injected = FaultCounts(total=self._faults.total(), by_kind=dict(sorted(self._faults.items())))
         run.recoveries = list(self._run.recoveries)
         run.versions = dict(self._run.versions)
@@ -190,7 +198,7 @@ class Summary:
             means = [self._rewards[step] for step in sorted(self._rewards)]
             run.reward_first, run.reward_last = means[0], means[-1]
             run.reward_first_3, run.reward_last_3 = mean(means[:_SMOOTH_STEPS]), mean(means[-_SMOOTH_STEPS:])
-        run.wall_s = self._past_s + (self._session[1] - self._session[0] if self._session else 0.0)
+        run.wall_s = self._clock.length
         if run.checkpoint_wall_s > 0:
             run.hidden_checkpoint_share = 1 - run.checkpoint_exposed_s / run.checkpoint_wall_s
         return run
@@ -201,20 +209,9 @@ class Summary:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
         return run
 
-    def _tick(self, event: Event) -> None:
-        if event.kind == ev.RUN_STARTED:
-            if self._session:
-                self._past_s += self._session[1] - self._session[0]
-            self._session = (event.at, event.at)
-        elif self._session is None:
-            self._session = (event.at, event.at)
-        elif not self._run.finished:  # the comparison and the report come after the run's end
-            self._session = (self._session[0], max(self._session[1], event.at))
-
     def _run_started(self, event: Event) -> None:
         run = self._run
-        run.sessions += 1
-        run.finished, run.ok = False, None
+        run.ok = None
         seed, steps, inject = whole(event.data, "seed"), whole(event.data, "steps"), event.data.get("inject")
         run.seed = seed if seed is not None else run.seed
         run.steps_planned = steps if steps is not None else run.steps_planned
@@ -225,7 +222,6 @@ class Summary:
 
     def _run_finished(self, event: Event) -> None:
         ok = event.data.get("ok")
-        self._run.finished = True
         self._run.ok = ok if isinstance(ok, bool) else None
 
     def _compared(self, event: Event) -> None:
@@ -276,17 +272,16 @@ class Summary:
     def _injected(self, event: Event) -> None:
         fault = text(event.data, "fault", "unnamed")
         self._faults[fault] += 1
-        self._last_fault[event.subject or text(event.data, "target")] = fault
+        self._hit[event.subject or text(event.data, "target")] = fault
 
     def _detected(self, event: Event) -> None:
-        self._run.faults_detected += 1
-        fault = text(event.data, "fault")
-        if fault:
-            self._last_fault.setdefault(event.subject, fault)
+        if text(event.data, "fault") == "checkpoint":
+            self._run.checkpoints_failed += 1
+        else:
+            self._run.faults_detected += 1
 
     def _recovered(self, event: Event) -> None:
-        remembered = self._last_fault.pop(event.subject, None)
-        self._run.recoveries.append(recovery_of(event, remembered))
+        self._run.recoveries.append(recovery_of(event, self._hit.pop(event.subject, None)))
 
     def _stale(self, event: Event) -> None:
         self._run.stale_dropped += whole(event.data, "count") or 1
@@ -311,14 +306,15 @@ _HANDLERS = {
 }
 
 
-def recovery_of(event: Event, fault: str | None = None) -> Recovery:
-    """A `recovered` event as a `Recovery`; `fault` is used where the event names none."""
+def recovery_of(event: Event, injected: str | None = None) -> Recovery:
+    """A `recovered` event as a `Recovery`; `injected` is the kind of the injected fault that it answers."""
     phases = seconds_of(event.data, "phases")
     total = number(event.data, "total_s")
     return Recovery(
         what=text(event.data, "what", "unknown"),
         how=text(event.data, "how", "unknown"),
-        fault=text(event.data, "fault") or fault,
+        fault=injected or text(event.data, "fault") or None,
+        reason=(text(event.data, "reason") or text(event.data, "fault")) or None,
         subject=event.subject,
         phases=phases,
         total_s=sum(phases.values()) if total is None else total,
