@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
@@ -24,10 +25,28 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("needs root to mount a small file system")
     point = tmp_path / "small-disk"
     point.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "belayer-test", str(point)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "belayer-test", str(point)], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
     try:
         yield point
     finally:
         subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def _no_sandboxes() -> str:
+    """Why sandboxes cannot work here, or ""."""
+    if not is_root():
+        return "needs root"
+    from belayer.sandbox import probe
+
+    missing = [f"{item.name}: {item.detail}" for item in probe() if item.required and not item.ok]
+    return "; ".join(missing)
+
+
+def _lazily(reason: str, check) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(bool(why := check()), reason=f"{reason}: {why}")
+
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+needs_sandboxes = _lazily("sandboxes do not work here", _no_sandboxes)

@@ -334,3 +334,28 @@ def test_the_agents_own_damage_is_its_outcome():
         (one, *_) = asyncio.run(one_session(Path(name), World(), Chaos([]), Always(), task, final_logs))
     assert [command for command, _ in final_logs[one.rollout_id]].count("rm -rf /") == 2
     assert one.restores >= 1
+
+
+class DiesOnce(Chaos):
+    """The environment dies just before the `number`-th command of the session runs."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__([])
+        self.left = number
+
+    def strikes(self, *kinds: str) -> str:
+        if kinds[:1] == ("dies before",):
+            self.left -= 1
+            return "dies before" if self.left == 0 else ""
+        return ""
+
+
+@pytest.mark.parametrize("number", range(1, 24))
+def test_accepted_damage_is_accepted_again_when_it_is_replayed(number):
+    task = {"turns": 2, "commands": ["rm"]}
+    with tempfile.TemporaryDirectory() as name:
+        final_logs: dict = {}
+        done = asyncio.run(one_session(Path(name), World(), DiesOnce(number), Never(), task, final_logs))
+    # each `rm -rf /` costs one restore, and the one death one more: nothing goes round in circles
+    assert all(each.attempt == 0 for each in done)
+    assert sum(each.restores for each in done) <= 2 * len(done) + 3
