@@ -32,8 +32,9 @@ def test_the_keys_of_the_issue_are_there(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     for key in (
         "rollouts_started", "rollouts_delivered", "lost", "duplicated", "tokens_changed", "tokens_compared",
-        "rollouts_compared", "rollouts_identical", "faults_injected", "recoveries", "reward_first", "reward_last", "wall_s",
-        "hidden_checkpoint_share", "checkpoints", "steps", "seed", "versions", "belayer",
+        "rollouts_compared", "rollouts_identical", "faults_injected", "faults_injected_by_kind", "recoveries",
+        "reward_first", "reward_last", "wall_s", "hidden_checkpoint_share", "checkpoints", "steps",
+        "seed", "versions", "belayer",
     ):  # fmt: skip
         assert key in found, key
     assert found["tokens_changed"] is None and found["hidden_checkpoint_share"] is None
@@ -90,8 +91,8 @@ def test_recoveries_name_the_injected_fault() -> None:
         event(ev.RECOVERED, 4, "r1", what="sandbox", how="full restore", fault="init died", phases={}, total_s=0.5),
         event(ev.RECOVERED, 5, "r1", what="sandbox", how="full restore", fault="the driver was restarted", total_s=0.1),
     )
-    assert found.faults_injected.total == 2 and found.faults_detected == 2
-    assert found.faults_injected.by_kind == {"sandbox.kill": 1, "worker.sigkill": 1}
+    assert found.faults_injected == 2 and found.faults_detected == 2
+    assert found.faults_injected_by_kind == {"sandbox.kill": 1, "worker.sigkill": 1}
     first, second, third = found.recoveries
     assert (first.fault, first.reason, first.total_s, first.phases) == (
         "worker.sigkill", "worker.exit", 0.25, {"fence_s": 0.25},

@@ -6,11 +6,10 @@ All of it is fed by events (`belayer.events`); nothing here decides anything. Se
 from belayer.observe.live import LiveView, PlainView, View, open_view
 from belayer.observe.metrics import MetricsLog, read_metrics, scan_metrics
 from belayer.observe.report import write_report
-from belayer.observe.summary import FaultCounts, Recovery, RunSummary, Summary, read_summary
+from belayer.observe.summary import Recovery, RunSummary, Summary, read_summary
 from belayer.observe.timeline import write_timeline
 
 __all__ = [
-    "FaultCounts",
     "LiveView",
     "MetricsLog",
     "PlainView",

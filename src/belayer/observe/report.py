@@ -108,7 +108,7 @@ def _header(run: _Source, name: str) -> Markup:
 
 
 def _verdict(summary: RunSummary) -> Markup:
-    faults = summary.faults_injected.total
+    faults = summary.faults_injected
     compared = (
         "tokens were not compared with a run without faults"
         if summary.tokens_changed is None
@@ -132,7 +132,7 @@ def _verdict(summary: RunSummary) -> Markup:
 
 def _cards(run: _Source, other: _Source | None, why: str) -> Markup:
     summary = run.summary
-    kinds = " · ".join(f"{kind}\u00a0{number}" for kind, number in summary.faults_injected.by_kind.items())
+    kinds = " · ".join(f"{kind}\u00a0{number}" for kind, number in summary.faults_injected_by_kind.items())
     cards = [
         _card(
             "Rollouts delivered / started",
@@ -154,7 +154,7 @@ def _cards(run: _Source, other: _Source | None, why: str) -> Markup:
         ),
         _card(
             "Faults injected",
-            count(summary.faults_injected.total),
+            count(summary.faults_injected),
             f"{kinds or 'none'} · {len(summary.recoveries)}\u00a0recoveries",
         ),
         _recovery_card("worker", "Worker recovery, median", summary.recoveries),

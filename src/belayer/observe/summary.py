@@ -23,13 +23,6 @@ from belayer.observe.metrics import scan_metrics
 _SMOOTH_STEPS = 3
 
 
-class FaultCounts(msgspec.Struct, kw_only=True):
-    """Faults that were injected; `by_kind` e.g. {"worker.sigkill": 4}."""
-
-    total: int = 0
-    by_kind: dict[str, int] = {}
-
-
 class Recovery(msgspec.Struct, kw_only=True):
     """One recovery. `phases` in seconds, in their order; `total_s` from fault to usable again, in seconds.
 
@@ -85,7 +78,9 @@ class RunSummary(msgspec.Struct, kw_only=True):
     tokens_generated: int = 0
     """Tokens of the generate calls that ended (work that was done again counts again)."""
 
-    faults_injected: FaultCounts = msgspec.field(default_factory=FaultCounts)
+    faults_injected: int = 0
+    faults_injected_by_kind: dict[str, int] = msgspec.field(default_factory=dict)
+    """For instance {"worker.sigkill": 4}."""
     faults_detected: int = 0
     recoveries: list[Recovery] = msgspec.field(default_factory=list)
     stale_dropped: int = 0
@@ -179,7 +174,8 @@ class Summary:
         run.steps = len(self._steps)
         run.sessions = self._clock.sessions
         run.finished = self._clock.finished
-        run.faults_injected = FaultCounts(total=self._faults.total(), by_kind=dict(sorted(self._faults.items())))
+        run.faults_injected = self._faults.total()
+        run.faults_injected_by_kind = dict(sorted(self._faults.items()))
         run.recoveries = list(self._run.recoveries)
         run.versions = dict(self._run.versions)
         if self._counted:
