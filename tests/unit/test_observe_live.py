@@ -68,7 +68,8 @@ def test_the_picture_says_everything(width: int) -> None:
     text = "\n".join(lines)
     for part in (
         "runs/shell · seed 7", "step 12/40", "1:01 elapsed", "about 2:20 to go", "0.00 → 0.92",
-        "1 in flight · 48 finished", "0 failed", "worker serving, generation 1", "shadow ready", "48 · 98.0% of their time hidden",
+        "1 in flight · 48 finished", "0 failed", "worker serving, generation 1", "shadow ready",
+        "48 · 98.0% of their time hidden",
         "sandbox kill 48 · worker sigkill 1", "sandbox 48, median 91 ms", "✗ worker.sigkill", "→ full restore 91 ms",
         "restore 80 replay 10",
     ):  # fmt: skip

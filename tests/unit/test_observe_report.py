@@ -330,3 +330,25 @@ def test_a_resumed_run_has_no_gap_in_run_time(tmp_path: Path) -> None:
     page = _Page(write_report(run).read_text())
     assert "resumed 1 time(s)" in page.text
     assert json.loads(page.data)["steps"][-1]["end"] == pytest.approx(summary.wall_s)
+
+
+def test_faults_are_matched_and_the_shadow_strip_ends_with_its_promotion(tmp_path: Path) -> None:
+    events = [
+        Event(kind=ev.RUN_STARTED, at=0),
+        Event(kind=ev.SHADOW_STATE, subject="shadow", at=1, data={"generation": 2, "state": "ready"}),
+        Event(kind=ev.FAULT_DETECTED, subject="r1", at=2, data={"fault": "sandbox", "how": "init died"}),
+        Event(kind=ev.FAULT_INJECTED, subject="r1", at=2, data={"fault": "sandbox.damage"}),
+        Event(kind=ev.RECOVERED, subject="r1", at=3, data={"what": "sandbox", "how": "full restore", "fault": "died"}),
+        Event(kind=ev.FAULT_DETECTED, subject="r1", at=3, data={"fault": "checkpoint", "how": "refused"}),
+        Event(kind=ev.FAULT_DETECTED, subject="worker", at=4, data={"fault": "worker.hang"}),
+        Event(kind=ev.WORKER_STATE, subject="worker", at=5, data={"generation": 2, "state": "serving"}),
+        Event(kind=ev.RECOVERED, subject="worker", at=5, data={"what": "worker", "how": "promotion", "total_s": 1.0}),
+        Event(kind=ev.RUN_FINISHED, at=9, data={"ok": True}),
+    ]
+    data = json.loads(_Page(write_report(record(tmp_path, events)).read_text()).data)
+    assert [(one["fault"], one["injected"]) for one in data["faults"]] == [
+        ("sandbox.damage", True),
+        ("worker.hang", False),
+    ]
+    assert [one["recovery"]["fault"] for one in data["recoveries"]] == ["sandbox.damage", None]
+    assert [(one["x"], one["state"]) for one in data["shadow"]] == [(1, "ready"), (5, "promoted")]

@@ -103,8 +103,8 @@ def timeline_figure(run: History) -> Figure:
     if not run.faults and not run.recoveries:
         return Figure("timeline", question, "", None, "this run saw no fault.")
     totals = [done.recovery.total_s for done in run.recoveries if done.recovery.total_s > 0]
-    low = 10**-3 if not totals else min(10**-2, 10 ** (len_floor(min(totals))))
-    high = 10.0 if not totals else max(1.0, 10 ** (len_floor(max(totals)) + 1))
+    low = min([1e-2, *(10.0 ** decade_of(total) for total in totals)])
+    high = max([1.0, *(1.4 * total for total in totals)])
     length = max(run.length, 1e-6)
     x = Scale(0, length, _LEFT + 34, WIDTH - _RIGHT)
     parts: list[Markup] = []
@@ -140,7 +140,7 @@ def timeline_figure(run: History) -> Figure:
     return Figure("timeline", question, reading, drawing(bottom + 30, title, join(parts)), legend=legend(*entries))
 
 
-def len_floor(value: float) -> int:
+def decade_of(value: float) -> int:
     """The exponent of the decade that `value` lies in."""
     exponent = 0
     while value < 1 and exponent > -6:

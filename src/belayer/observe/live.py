@@ -94,7 +94,7 @@ def picture(
     left = Table.grid(padding=(0, 1))
     left.add_column(style="dim", no_wrap=True, min_width=11)
     left.add_column(no_wrap=True, overflow="ellipsis")
-    half = 66 if wide else inner
+    half = 70 if wide else inner
     room = half - 12
     for name, value in _rows(state, now, room, unicode):
         value.truncate(room, overflow="ellipsis")

@@ -147,7 +147,7 @@ def _cards(run: _Source, other: _Source | None, why: str) -> Markup:
             f"of {count(summary.tokens_compared)} compared; {count(summary.rollouts_identical)} of "
             f"{count(summary.rollouts_compared)} rollouts identical"
             if summary.tokens_changed is not None
-            else why.capitalize()
+            else f"{why[:1].upper()}{why[1:]}"
             if other is None
             else "the run recorded no comparison",
             bad=bool(summary.tokens_changed),
