@@ -49,9 +49,12 @@ def train(
     """
     remove_unfinished(state_dir)
     state = newest_state(state_dir)
-    if state is not None:
-        source.acknowledge(state.step - 1)  # a kill may have come between saving and acknowledging
     stopped = False
+    if state is not None:
+        try:
+            source.acknowledge(state.step - 1)  # a kill may have come between saving and acknowledging
+        except TrainingStopped:
+            return TrainOutcome(steps=state.step, stopped=True, model=state.folder)
     if (state.step if state else 0) < config.steps and not stop.is_set():
         from belayer.training._torch import with_threads
 
@@ -118,7 +121,6 @@ class _Training:
 
     def saved(self, step: int, model: Any) -> None:
         """`step` steps are done and their state is written."""
-        now = time.perf_counter()
         digest = weights_digest(model.named_parameters())
         mark_complete(self.state_dir / f"checkpoint-{step}", step, digest)
         saved = time.perf_counter()
@@ -146,7 +148,7 @@ class _Training:
             weights_digest=digest,
             rollout_s=self.collect_s,
             optimise_s=self.optimised - self.collected,
-            save_s=(now - self.optimised) + (saved - now),
+            save_s=saved - self.optimised,
             weights_s=published - saved,
             wall_s=time.perf_counter() - self.started,
         )

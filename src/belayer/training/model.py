@@ -60,6 +60,11 @@ def _built(config: TrainConfig, task: Task, seed: int, progress: Progress, base:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that start together make the model once
         if folder.is_dir():
             return folder
+        from belayer.training._torch import (
+            quiet_transformers,
+        )  # loads torch, which a model from the cache does not need
+
+        quiet_transformers()
         with tempfile.TemporaryDirectory(dir=models, prefix="unfinished-") as unfinished:
             made = Path(unfinished) / "model"
             build(made, seed)
@@ -88,9 +93,8 @@ def _warm_start(folder: Path, config: TrainConfig, task: Task, seed: int, progre
     import torch
     from transformers import AutoModelForCausalLM
 
-    from belayer.training._torch import collate, quiet_transformers, token_logprobs, with_threads
+    from belayer.training._torch import collate, token_logprobs, with_threads
 
-    quiet_transformers()
     with with_threads(config.threads):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         model.train()
