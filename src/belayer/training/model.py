@@ -60,9 +60,7 @@ def _built(config: TrainConfig, task: Task, seed: int, progress: Progress, base:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that start together make the model once
         if folder.is_dir():
             return folder
-        from belayer.training._torch import (
-            quiet_transformers,
-        )  # loads torch, which a model from the cache does not need
+        from belayer.training._torch import quiet_transformers  # loads torch: not needed for a cached model
 
         quiet_transformers()
         with tempfile.TemporaryDirectory(dir=models, prefix="unfinished-") as unfinished:
