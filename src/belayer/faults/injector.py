@@ -65,38 +65,51 @@ class FaultInjector:
             self.pending.pop(0)
             try:
                 async with asyncio.timeout(TARGET_DEADLINE_S):
-                    target = await (self._hit_worker(fault) if fault.kind.startswith("worker") else self._hit(fault))
+                    await (self._hit_worker(fault) if fault.kind.startswith("worker") else self._hit_sandbox(fault))
             except TimeoutError:
                 self.skipped.append(fault.kind)
-                continue
-            self.injected.append(fault.kind)
-            subject, name = target
-            self._sink(
-                events.Event(kind=events.FAULT_INJECTED, subject=subject, data={"fault": fault.kind, "target": name})
-            )
 
-    async def _hit_worker(self, fault: Fault) -> tuple[str, str]:
+    async def _hit_worker(self, fault: Fault) -> None:
+        number = signal.SIGKILL if fault.kind == "worker.sigkill" else signal.SIGSTOP
         while True:
             pid = self._worker_pid()
-            if pid is not None and self._standby():
-                break
+            if pid is not None and self._standby() and self._signal(fault, "worker", pid, number):
+                return
             await asyncio.sleep(0.02)
-        os.kill(pid, signal.SIGKILL if fault.kind == "worker.sigkill" else signal.SIGSTOP)
-        return "worker", f"pid {pid}"
 
-    async def _hit(self, fault: Fault) -> tuple[str, str]:
+    async def _hit_sandbox(self, fault: Fault) -> None:
         while True:
             alive = self._sandboxes()
             if alive:
-                break
+                rollout, target = alive[self._rng.randrange(len(alive))]
+                if fault.kind == "sandbox.kill":
+                    if self._signal(fault, rollout, target.init_pid, signal.SIGKILL):
+                        return
+                elif folders := [name for name in SYSTEM_FOLDERS if (target.root / name).is_dir()]:
+                    folder = self._rng.choice(folders)
+                    self._tell(fault, rollout, f"rm -rf /{folder}")
+                    await asyncio.to_thread(damage, target.root, folder)
+                    return
             await asyncio.sleep(0.002)
-        rollout, target = alive[self._rng.randrange(len(alive))]
-        if fault.kind == "sandbox.kill":
-            os.kill(target.init_pid, signal.SIGKILL)
-            return rollout, f"init {target.init_pid}"
-        folder = self._rng.choice([name for name in SYSTEM_FOLDERS if (target.root / name).is_dir()] or ["usr"])
-        await asyncio.to_thread(damage, target.root, folder)
-        return rollout, f"rm -rf /{folder}"
+
+    def _signal(self, fault: Fault, subject: str, pid: int, number: signal.Signals) -> bool:
+        """Send it, unless the process is gone already. Told before the blow: a recovery may be quicker than we are."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        try:
+            self._tell(fault, subject, f"pid {pid}")
+            signal.pidfd_send_signal(fd, number)
+        finally:
+            os.close(fd)
+        return True
+
+    def _tell(self, fault: Fault, subject: str, target: str) -> None:
+        self.injected.append(fault.kind)
+        self._sink(
+            events.Event(kind=events.FAULT_INJECTED, subject=subject, data={"fault": fault.kind, "target": target})
+        )
 
 
 def damage(root: Path, folder: str) -> None:

@@ -153,6 +153,7 @@ async def _train_with_faults(
     assert config.train is not None
     stop = threading.Event()
     loop = asyncio.get_running_loop()
+    assert config.train is not None
     total = config.train.steps * config.train.groups * config.train.group_size
 
     def progress() -> float:
