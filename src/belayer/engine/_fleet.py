@@ -202,11 +202,10 @@ class Fleet:
 
     def _activate(self, generation: int) -> None:
         assert self.clean is not None and self.epochs is not None
-        self.clock.mark("check_s")
+        self.clock.mark("check_s" if self.supervisor.how == "promotion" else "start_s")
         self.links[generation].send(Activate(self.epochs.layout_hash, self.clean, str(self.owner.path)))
 
     def _route(self, generation: int) -> None:
-        self.clock.mark("activate_s")
         link = self.links[generation]
         link.role = "worker"
         self._emit_process(link, "serving")
@@ -261,7 +260,10 @@ class Fleet:
         except (OwnerLost, WeightsError, OSError) as error:
             self.tell(sv.OwnerReplaced(str(error)))
             return
+        self.clock.mark("owner_s")
         self.owner_usable.set()
+        if self.serving is not None:  # the same weights, in memory that later updates reach
+            self.bring_up_to_date(self.serving)
         self.tell(sv.OwnerReplaced(None))
 
     def _new_owner(self) -> OwnerProcess:
@@ -273,11 +275,8 @@ class Fleet:
         return owner
 
     def _give_up(self, reason: str) -> None:
-        last = max((link for link in self.links.values()), key=lambda link: link.generation, default=None)
-        self._lose(EngineUnavailable(reason, kept="every journalled token", next_step=self._log_hint(last)))
-
-    def _log_hint(self, link: WorkerLink | None) -> str:
-        return f"see {link.child.log if link else self._log_dir}"
+        next_step = f"the whole output of each process is in {self._log_dir}"
+        self._lose(EngineUnavailable(reason, kept="every journalled token", next_step=next_step))
 
     def _lose(self, error: EngineError) -> None:
         if self.failure is None and not self._closing:
@@ -299,7 +298,7 @@ class Fleet:
                 self._run(self._on_ready(link))
             case Activated(generation, epoch, phases):
                 link.epoch = epoch
-                self.clock.add(phases)
+                self.clock.split(phases, "handover_s")
                 self.tell(sv.Activated(generation))
             case Switched(_, epoch):
                 link.epoch = epoch
@@ -338,7 +337,7 @@ class Fleet:
         text = f"worker {generation} ended: {how}"
         if not link.ready or how.startswith("exit"):
             text += f"\n{link.child.log_tail()}"
-        self.report_fault("worker.exit" if serving else "shadow.exit", "pidfd", text, serving)
+        self.report_fault(f"{link.role}.exit", "pidfd", text, serving)
         self.tell(sv.Died(generation, text))
 
     def _on_owner_exit(self, owner: OwnerProcess, how: str) -> None:

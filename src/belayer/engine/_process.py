@@ -30,6 +30,9 @@ def environment(label: RunLabel, threads: int, batch_invariant: bool) -> dict[st
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process more costs seconds at start and a place more to fail
         "TORCHDYNAMO_DISABLE": "1",  # otherwise logprobs compile for 16 s
     }
+    # compute threads that spin while they wait for one another run 5 to 20 times slower on a machine that is busy,
+    # and this one is: trainer, sandboxes and shadow share its cores
+    env.setdefault("OMP_WAIT_POLICY", "passive")
     env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if batch_invariant:
         env["MKL_CBWR"] = "AVX2"  # one summation order for every batch size (from 4 rows on)

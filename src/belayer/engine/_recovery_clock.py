@@ -30,10 +30,13 @@ class RecoveryClock:
             self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
             self._last = now
 
-    def add(self, phases: dict[str, float]) -> None:
-        """Parts of the running phase, measured elsewhere."""
+    def split(self, parts: dict[str, float], rest: str) -> None:
+        """The phase that ends now consisted of `parts`, which were measured elsewhere, and of `rest`."""
         if self._fault is not None:
-            self._phases.update(phases)
+            now = time.monotonic()
+            self._phases |= parts
+            self._phases[rest] = max(0.0, now - self._last - sum(parts.values()))
+            self._last = now
 
     def first_token(self) -> None:
         """The first token of any request after the fault."""

@@ -22,6 +22,7 @@ class WorkerLink:
         self.role = "worker" if spec.fill else "shadow"
         self.on_message: Callable[[FromWorker], None] | None = None
         self.fenced = False
+        self._stale = 0
         self._out = bytearray()
         self._in: Unpacker[FromWorker] = Unpacker(FromWorker)
         self._loop = asyncio.get_running_loop()
@@ -75,8 +76,14 @@ class WorkerLink:
         if not data:
             self._loop.remove_reader(self._socket)  # dead, or about to be: its pidfd tells
             return
+        self._deliver(data)
+
+    def _deliver(self, data: bytes) -> None:
         for message in self._in.feed(data):
-            if self.on_message is not None and not self.fenced:
+            if self.fenced:
+                if isinstance(message, Tokens):
+                    self._stale += sum(len(ids) for _, ids, _, _ in message.chunks)
+            elif self.on_message is not None:
                 self.on_message(message)
 
     async def fence(self, timeout_s: float) -> int | None:
@@ -88,12 +95,12 @@ class WorkerLink:
         self.child.kill()
         if not await self.child.gone(timeout_s):
             return None
-        return self._drain()
+        self._drain()
+        return self._stale
 
-    def _drain(self) -> int:
-        stale = 0
+    def _drain(self) -> None:
         if self._socket.fileno() < 0:
-            return 0
+            return
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         while True:
@@ -103,9 +110,6 @@ class WorkerLink:
                 break
             if not data:
                 break
-            for message in self._in.feed(data):
-                if isinstance(message, Tokens):
-                    stale += sum(len(ids) for _, ids, _, _ in message.chunks)
+            self._deliver(data)
         self._socket.close()
         self.progress.close()
-        return stale
