@@ -47,6 +47,7 @@ def test_the_injector_kills_what_it_is_pointed_at(tmp_path):
         worker_pid=lambda: None,
         standby=lambda: True,
         sandboxes=lambda: [("r-1", Sandbox)],
+        mine=lambda pid: pid == victim.pid,
         sink=seen.append,
     )
     asyncio.run(asyncio.wait_for(injector.run(), 10))
@@ -65,6 +66,7 @@ def test_a_fault_without_a_target_is_skipped_and_not_counted(monkeypatch):
         worker_pid=lambda: None,
         standby=lambda: False,
         sandboxes=list,
+        mine=lambda pid: True,
         sink=lambda event: None,
     )
     asyncio.run(asyncio.wait_for(injector.run(), 10))

@@ -31,7 +31,8 @@ class FaultInjector:
 
     `progress()` is the share of work done, `worker_pid()` the serving worker (None while there is none),
     `standby()` whether a shadow stands by, `sandboxes()` the living sandboxes with the rollouts
-    they serve. A fault without a target after 30 s is reported as skipped, never counted as injected.
+    they serve, `mine(pid)` whether a process is the run's own. A fault without a target after 30 s is reported as
+    skipped, never counted as injected.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FaultInjector:
         worker_pid: Callable[[], int | None],
         standby: Callable[[], bool],
         sandboxes: Callable[[], Sequence[tuple[str, SandboxTarget]]],
+        mine: Callable[[int], bool],
         sink: events.EventSink,
     ) -> None:
         self.pending = list(faults)
@@ -53,6 +55,7 @@ class FaultInjector:
         self._worker_pid = worker_pid
         self._standby = standby
         self._sandboxes = sandboxes
+        self._mine = mine
         self._sink = sink
 
     async def run(self) -> None:
@@ -99,6 +102,8 @@ class FaultInjector:
         except ProcessLookupError:
             return False
         try:
+            if not self._mine(pid):  # the number went to somebody else
+                return False
             self._tell(fault, subject, f"pid {pid}")
             signal.pidfd_send_signal(fd, number)
         finally:

@@ -100,26 +100,26 @@ def _is_alive(label: str) -> bool:
 def _processes() -> Iterator[Leftover]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            label = _label_of_process(entry.path)
+            label = label_of_process(entry.name)
             if label:
                 yield Leftover(label, "process", entry.name)
 
 
-def _label_of_process(proc: str) -> str:
+def label_of_process(pid: int | str) -> str:
     """The label that a process carries, or "".
 
     Its cgroup decides before its environment does: a sandbox restored by a later run still has the environment of the
     run that checkpointed it, and an agent's process may have changed or cleared its own.
     """
     try:
-        for line in Path(proc, "cgroup").read_text().splitlines():
+        for line in Path("/proc", str(pid), "cgroup").read_text().splitlines():
             parts = line.rpartition(":")[2].split("/")
             if "belayer" in parts[:-1]:
                 label = parts[parts.index("belayer") + 1]
                 if label.startswith(PREFIX):
                     return label
         needle = f"{ENV_VAR}={PREFIX}".encode()
-        for part in Path(proc, "environ").read_bytes().split(b"\0"):
+        for part in Path("/proc", str(pid), "environ").read_bytes().split(b"\0"):
             if part.startswith(needle):
                 return part.partition(b"=")[2].decode()
     except OSError:  # it is gone, or a kernel thread
@@ -178,7 +178,7 @@ def _kill(thing: Leftover) -> None:
         return
     try:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if _label_of_process(f"/proc/{thing.name}") == thing.label:
+            if label_of_process(thing.name) == thing.label:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
                 select.select([fd], [], [], KILL_DEADLINE_S)
     finally:

@@ -16,11 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from belayer.training.grpo import train
-from belayer.training.interface import StepReport, TrainingStopped
-from belayer.training.model import prepare_model
-from belayer.training.state import newest_state
-from belayer.training.task import Task, load_task
 
 from belayer import events
 from belayer.config import Config
@@ -29,8 +24,14 @@ from belayer.errors import ConfigError
 from belayer.faults import FaultInjector, plan
 from belayer.journal import read_histories, scan
 from belayer.journal.records import Acknowledged
+from belayer.ownership.reap import label_of_process
 from belayer.rollout import Trajectory, trajectory
 from belayer.run import Run
+from belayer.training.grpo import train
+from belayer.training.interface import StepReport, TrainingStopped
+from belayer.training.model import prepare_model
+from belayer.training.state import newest_state
+from belayer.training.task import Task, load_task
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +151,6 @@ async def run_job(
 async def _train_with_faults(
     config: Config, task: Task, state_dir: Path, run: Run, engine: Engine, sink: events.EventSink
 ) -> list[str]:
-    assert config.train is not None
     stop = threading.Event()
     loop = asyncio.get_running_loop()
     assert config.train is not None
@@ -171,6 +171,7 @@ async def _train_with_faults(
         worker_pid=lambda: engine.worker_pid,
         standby=lambda: engine.shadow_pid is not None,
         sandboxes=run.living_sandboxes,
+        mine=lambda pid: label_of_process(pid) == run.label.name,
         sink=sink,
     )
     injecting = asyncio.create_task(injector.run())
