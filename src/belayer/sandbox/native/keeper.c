@@ -2,11 +2,12 @@
  *
  * It starts helpers on request, is the subreaper of everything they leave (restored containers), reaps it, and when the
  * driver goes away, for whatever reason, kills all containers of the run within milliseconds, removes their cgroups and
- * unmounts the sandbox store if it was the last user. The driver holds the other end of the socket; its closing is the
- * only signal needed.
+ * unmounts the sandbox store if it was the last user. It leaves when the driver closes its end of the socket, or when the
+ * driver dies (a process that the driver forked may still hold a copy of that end).
  *
- * Requests and answers are datagrams on one SOCK_SEQPACKET socket (descriptor 3):
+ * Requests and answers are datagrams on one SOCK_SEQPACKET socket:
  *   request   u32 id, then arguments, each ended by NUL; descriptors sent along become 10, 11, … in the helper
+ *   request   u32 id alone: kill that helper
  *   answer    u32 id, i32 wait status, then what the helper printed
  */
 #define _GNU_SOURCE
@@ -24,10 +25,10 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define DRIVER_FD 3
 #define MAX_HELPERS 64
 #define MAX_OUTPUT 16384
 
@@ -37,6 +38,7 @@ struct helper {
     int output;
 };
 
+static int driver_fd = -1;
 static struct helper helpers[MAX_HELPERS];
 static int n_helpers;
 static char message[1 << 17];
@@ -49,7 +51,7 @@ static void answer(uint32_t id, int status, int output) {
     if (n < 0) n = 0;
     if (output >= 0) close(output);
     /* a driver that went away is noticed by the read side */
-    if (send(DRIVER_FD, reply, 8 + n, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET) _exit(71);
+    if (send(driver_fd, reply, 8 + n, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET) _exit(71);
 }
 
 static void start(char *request, size_t size, const int *fds, int n_fds) {
@@ -68,6 +70,8 @@ static void start(char *request, size_t size, const int *fds, int n_fds) {
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (getppid() == 1) _exit(0);
+        /* ignored signals would stay ignored in the helper; CRIU ends a process of its own with SIGTERM and waits for it */
+        for (int s = 1; s < 32; s++) signal(s, SIG_DFL);
         sigset_t none;
         sigemptyset(&none);
         sigprocmask(SIG_SETMASK, &none, NULL);
@@ -94,6 +98,13 @@ static void start(char *request, size_t size, const int *fds, int n_fds) {
     helpers[n_helpers++] = (struct helper){pid, id, output[0]};
 }
 
+static void stop_helper(void) {
+    uint32_t id;
+    memcpy(&id, message, 4);
+    for (int i = 0; i < n_helpers; i++)
+        if (helpers[i].id == id) kill(-helpers[i].pid, SIGKILL); /* it leads a session of its own */
+}
+
 static void reap(void) {
     int status;
     pid_t pid;
@@ -111,7 +122,7 @@ static int receive(void) { /* 0 when the driver is gone */
     char control[CMSG_SPACE(sizeof fds)];
     struct iovec part = {message, sizeof message - 1};
     struct msghdr head = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
-    ssize_t n = recvmsg(DRIVER_FD, &head, MSG_CMSG_CLOEXEC);
+    ssize_t n = recvmsg(driver_fd, &head, MSG_CMSG_CLOEXEC);
     if (n < 0 && errno == EINTR) return 1;
     if (n <= 0) return 0;
     for (struct cmsghdr *c = CMSG_FIRSTHDR(&head); c; c = CMSG_NXTHDR(&head, c))
@@ -121,6 +132,7 @@ static int receive(void) { /* 0 when the driver is gone */
         }
     message[n] = 0;
     if (n > 4) start(message, n, fds, n_fds);
+    else if (n == 4) stop_helper();
     for (int i = 0; i < n_fds; i++) close(fds[i]);
     return 1;
 }
@@ -146,8 +158,8 @@ static void each_cgroup(const char *dir, void (*act)(const char *)) {
     while ((entry = readdir(list)))
         if (entry->d_type == DT_DIR && entry->d_name[0] != '.') {
             char path[4096];
-            snprintf(path, sizeof path, "%s/%s", dir, entry->d_name);
-            each_cgroup(path, act);
+            int n = snprintf(path, sizeof path, "%s/%s", dir, entry->d_name);
+            if (n < (int)sizeof path) each_cgroup(path, act);
         }
     closedir(list);
     act(dir);
@@ -157,19 +169,26 @@ static void remove_cgroup(const char *dir) { rmdir(dir); }
 
 static void on_child(int signal_number) { (void)signal_number; /* only to interrupt ppoll */ }
 
-/* keeper [--cgroup DIR]... [--store USERS_FD MOUNT_LOCK MOUNT_POINT] */
+/* keeper --driver SOCKET_FD PID [--cgroup DIR]... [--store USERS_FD MOUNT_LOCK MOUNT_POINT] */
 int keeper_main(int argc, char **argv) {
     char **cgroups = xmalloc(sizeof(char *) * (argc + 1)), *mount_lock = NULL, *mount_point = NULL;
-    int n_cgroups = 0, users = -1;
+    int n_cgroups = 0, users = -1, driver = -1;
     for (int i = 1; i + 1 < argc; i++) {
         if (!strcmp(argv[i], "--cgroup")) {
             cgroups[n_cgroups++] = argv[++i];
+        } else if (!strcmp(argv[i], "--driver") && i + 2 < argc) {
+            driver_fd = atoi(argv[++i]);
+            /* a forked child of the driver may keep our socket open after the driver's death */
+            driver = syscall(SYS_pidfd_open, atoi(argv[++i]), 0);
         } else if (!strcmp(argv[i], "--store") && i + 3 < argc) {
             users = atoi(argv[++i]);
             mount_lock = argv[++i];
             mount_point = argv[++i];
         }
     }
+    if (driver_fd < 0 || driver < 0) return 64;
+    fcntl(driver_fd, F_SETFD, FD_CLOEXEC);
+    if (users >= 0) fcntl(users, F_SETFD, FD_CLOEXEC);
     setsid();
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     prctl(PR_SET_NAME, "belayer-keeper");
@@ -186,11 +205,12 @@ int keeper_main(int argc, char **argv) {
     sigaction(SIGCHLD, &action, NULL);
 
     for (;;) {
-        struct pollfd wait = {DRIVER_FD, POLLIN, 0};
-        int n = ppoll(&wait, 1, NULL, &before);
+        struct pollfd waits[2] = {{driver_fd, POLLIN, 0}, {driver, POLLIN, 0}};
+        int n = ppoll(waits, 2, NULL, &before);
         if (n < 0 && errno != EINTR) break;
         reap();
-        if (n > 0 && !receive()) break;
+        if (n > 0 && waits[1].revents) break;
+        if (n > 0 && waits[0].revents && !receive()) break;
     }
 
     for (int i = 0; i < n_helpers; i++) kill(helpers[i].pid, SIGKILL);
@@ -204,7 +224,10 @@ int keeper_main(int argc, char **argv) {
     for (int i = 0; i < n_cgroups; i++) each_cgroup(cgroups[i], remove_cgroup);
     if (mount_point) {
         int lock = open(mount_lock, O_RDWR | O_CLOEXEC);
-        if (lock >= 0 && !flock(lock, LOCK_EX) && !flock(users, LOCK_EX | LOCK_NB)) umount2(mount_point, 0);
+        if (lock >= 0 && !flock(lock, LOCK_EX) && !flock(users, LOCK_EX | LOCK_NB)) {
+            umount2(mount_point, 0);
+            flock(users, LOCK_SH); /* the driver, if it lives, shares this lock: the next user must not wait for it */
+        }
     }
     return 0;
 }

@@ -126,9 +126,9 @@ static void become_init(const struct options *o) {
     if (listener < 0 || bind(listener, (void *)&address, sizeof address) || listen(listener, 64))
         die("no socket at " AGENT_SOCKET);
     umask(022);
-    /* read-only: the container may neither fill the host's folder nor replace what is in it */
-    if (mount(NULL, AGENT_DIR, NULL, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV, NULL))
-        die(AGENT_DIR " cannot be made read-only");
+    /* writable, since CRIU must be able to bind the socket here again; the host makes the folder immutable instead */
+    if (mount(NULL, AGENT_DIR, NULL, MS_BIND | MS_REMOUNT | MS_NOSUID | MS_NODEV, NULL))
+        die(AGENT_DIR " cannot be remounted");
 
     if (sethostname(o->hostname, strlen(o->hostname))) die("hostname");
     struct rlimit none = {0, 0};

@@ -59,6 +59,8 @@ static const int denied[] = {
     (CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET)
 #define TIOCSTI_ 0x5412 /* push characters into another program's terminal */
 #define TIOCLINUX_ 0x541C
+#define FICLONE_ 0x40049409
+#define FICLONERANGE_ 0x4020940d
 
 #define COUNT(list) (sizeof(list) / sizeof *(list))
 #define STMT(...) program[n++] = (struct sock_filter)BPF_STMT(__VA_ARGS__)
@@ -90,8 +92,14 @@ int install_seccomp(void) {
     JUMP(BPF_JMP | BPF_JSET | BPF_K, NEW_NAMESPACES, 0, 1);
     STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM);
     STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
-    /* ioctl: no pushing of characters into terminals */
-    JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_ioctl, 0, 5);
+    /* ioctl: no pushing of characters into terminals; of the store's own file system only cloning of files, since a
+     * subvolume made inside would be missing from every snapshot */
+    JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_ioctl, 0, 10);
+    STMT(BPF_LD | BPF_W | BPF_ABS, ARG(1));
+    JUMP(BPF_JMP | BPF_JEQ | BPF_K, FICLONE_, 7, 0);
+    JUMP(BPF_JMP | BPF_JEQ | BPF_K, FICLONERANGE_, 6, 0);
+    STMT(BPF_ALU | BPF_AND | BPF_K, 0xff00);
+    JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0x9400, 3, 0);
     STMT(BPF_LD | BPF_W | BPF_ABS, ARG(1));
     JUMP(BPF_JMP | BPF_JEQ | BPF_K, TIOCSTI_, 1, 0);
     JUMP(BPF_JMP | BPF_JEQ | BPF_K, TIOCLINUX_, 0, 1);

@@ -40,9 +40,10 @@ static const char driver[] =
     "printf '%s %d\\n' \"$_BLY_N\" \"$_BLY_S\" >&199; "
     "done; _BLY_S=0; printf '%s 0\\n' \"$_BLY_N\" >&199; done";
 
-static char *const environment[] = {
+static char prompt[sizeof driver + 32];
+static char *environment[] = {
     "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "USER=root", "SHELL=/bin/bash",
-    "LANG=C.UTF-8", "TERM=dumb", "PAGER=cat", "GIT_PAGER=cat", "PS1=", NULL, NULL};
+    "LANG=C.UTF-8", "TERM=dumb", "PAGER=cat", "GIT_PAGER=cat", "PS1=", prompt, NULL};
 
 static enum { NONE, STARTING, IDLE, RUNNING, SETTLING } state;
 static int master = -1, slave = -1, commands = -1, statuses = -1;
@@ -107,12 +108,8 @@ static bool start(void) {
         sigprocmask(SIG_SETMASK, &none, NULL);
         for (int s = 1; s < 32; s++) signal(s, SIG_DFL);
         if (chdir("/root") && chdir("/")) _exit(126);
-        static char prompt[sizeof driver + 32];
         snprintf(prompt, sizeof prompt, "PROMPT_COMMAND=%s", driver);
-        char **env = (char **)environment;
-        for (char **e = env; *e; e++)
-            if (!strcmp(*e, "PS1=")) e[1] = prompt;
-        execle("/bin/bash", "bash", "--noprofile", "--norc", "--noediting", "-i", (char *)NULL, env);
+        execle("/bin/bash", "bash", "--noprofile", "--norc", "--noediting", "-i", (char *)NULL, environment);
         _exit(127);
     }
     close(command_pipe[0]);
@@ -120,10 +117,12 @@ static bool start(void) {
     if (pid < 0) return false;
     shell_pid = pid;
     set_nonblock(master);
-    set_nonblock(slave);
+    /* init's own open file: O_NONBLOCK on the one that bash inherited would make bash's terminal non-blocking too */
+    int own = open(ptsname(master), O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
+    close(slave);
+    slave = own;
     set_nonblock(commands);
     set_nonblock(statuses);
-    /* the slave's flags belong to this open file alone: bash got its own through the descriptors it inherited before */
     state = STARTING;
     number = 0;
     return true;
@@ -257,7 +256,7 @@ void shell_handle(void) {
 
 /* -- interruption -------------------------------------------------------------------------------------------------- */
 static void kill_foreground(int signal_number) {
-    pid_t group = tcgetpgrp(slave) > 0 ? tcgetpgrp(slave) : 0;
+    pid_t group = 0;
     if (ioctl(master, TIOCGPGRP, &group)) group = 0;
     if (group > 1 && group != shell_pid) kill(-group, signal_number);
 }

@@ -1,0 +1,110 @@
+"""The manifest of a checkpoint: what was captured, of which sandbox, at which point of the rollout.
+
+A checkpoint exists when its manifest does. It is written last and appears atomically under its name, so a reader sees a
+whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from belayer.errors import CheckpointDamaged
+
+FORMAT = 1
+Level = Literal["full", "fs+shell", "fs"]
+
+
+class ImageFile(msgspec.Struct, frozen=True):
+    """One file of the process images: its size in bytes and the CRC-32C of its content."""
+
+    size: int
+    crc32c: int
+
+
+class ProcessState(msgspec.Struct, frozen=True):
+    """What the container's init said of itself right before the dump; a restored init must say the same.
+
+    `nonce` is drawn when the init starts and lives in its memory only, so the right one proves the right memory image.
+    """
+
+    nonce: int
+    jobs_started: int
+    shell_pid: int
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds: `dump_s` in CRIU, `frozen_s` processes stopped, `fs_s` file-system snapshot (inside frozen), `total_s`."""
+
+    dump_s: float
+    frozen_s: float
+    fs_s: float
+    total_s: float
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One published checkpoint.
+
+    `action` is the number k of the last action that it contains, `generation` and `attempt` those of the sandbox when it
+    was taken, `context_hash` that of the token ids up to observation k. `fs_identity` names the snapshot and its exact
+    state, `images` the process images, `netns` the inode of the network namespace they refer to. `parent` is the
+    checkpoint from which this generation of the sandbox was restored, None if it was created. `sequence` orders the
+    checkpoints of a run.
+    """
+
+    format: int = FORMAT
+    id: str
+    sandbox: str
+    rollout: str
+    attempt: int
+    generation: int
+    action: int
+    context_hash: str
+    level: Level
+    image: str
+    image_digest: str
+    hostname: str
+    fs_identity: str
+    process: ProcessState
+    images: dict[str, ImageFile]
+    netns: int
+    parent: str | None
+    created: float
+    sequence: int
+    image_bytes: int
+    timings: Timings
+
+
+def write_manifest(path: Path, manifest: Manifest, *, durable: bool) -> None:
+    """Publish `manifest` at `path` atomically; `durable` also survives a reboot (fsync of file and folder)."""
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    fresh = path.with_suffix(".tmp")
+    with open(fresh, "wb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(fresh, path)
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest. Raises `CheckpointDamaged` when it is missing, unreadable or of another format."""
+    try:
+        data = path.read_bytes()
+        found = msgspec.json.decode(data, type=dict).get("format")
+        if found != FORMAT:
+            raise CheckpointDamaged(f"checkpoint {path.stem} has format {found}; this version reads {FORMAT}")
+        return msgspec.json.decode(data, type=Manifest)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"there is no checkpoint {path.stem}") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointDamaged(f"the manifest {path} cannot be read: {error}") from error

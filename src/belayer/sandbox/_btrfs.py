@@ -1,0 +1,125 @@
+"""Btrfs subvolumes by ioctl: no helper program, and the interpreter is free while the kernel works.
+
+Layouts and numbers: linux/btrfs.h. `fcntl.ioctl` keeps the interpreter's lock for arguments above 1 KiB, and a snapshot
+may take tens of milliseconds, hence ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+_SUPER_MAGIC = 0x9123683E
+_ARGS_V1 = struct.Struct("<q4088s")
+_ARGS_V2 = struct.Struct("<qQQ32x4040s")
+_READ_ONLY = 1 << 1
+SUBVOLUME_INODE = 256  # of the top folder of every subvolume
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
+
+
+def _write(number: int, size: int) -> int:
+    return 1 << 30 | size << 16 | 0x94 << 8 | number
+
+
+def _read(number: int, size: int) -> int:
+    return 2 << 30 | size << 16 | 0x94 << 8 | number
+
+
+_SUBVOL_CREATE = _write(14, 4096)
+_SNAP_DESTROY = _write(15, 4096)
+_SNAP_CREATE_V2 = _write(23, 4096)
+_SUBVOL_INFO_SIZE = 504
+_GET_SUBVOL_INFO = _read(60, _SUBVOL_INFO_SIZE)
+_SUBVOL_GETFLAGS = _read(25, 8)
+_SUBVOL_SETFLAGS = _write(26, 8)
+_FICLONE = 0x40049409
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS = 0x80086601, 0x40086602
+_IMMUTABLE = 0x10
+
+
+def _ioctl(folder: Path, request: int, argument: ctypes.Array[ctypes.c_char]) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _libc.ioctl(fd, request, argument) < 0:  # GET_SUBVOL_INFO may answer 1 for success
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    finally:
+        os.close(fd)
+
+
+def is_btrfs(path: Path) -> bool:
+    """Is `path` on a btrfs file system?"""
+    buffer = ctypes.create_string_buffer(256)
+    if _libc.statfs(os.fsencode(path), buffer):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    return struct.unpack_from("<q", buffer.raw)[0] == _SUPER_MAGIC
+
+
+def create_subvolume(path: Path) -> None:
+    """A new empty subvolume at `path`."""
+    name = os.fsencode(path.name)
+    _ioctl(path.parent, _SUBVOL_CREATE, ctypes.create_string_buffer(_ARGS_V1.pack(0, name), 4096))
+
+
+def snapshot(source: Path, target: Path, *, read_only: bool = False) -> None:
+    """Snapshot the subvolume `source` as `target`. Costs one transaction: about 1 ms plus the unwritten data."""
+    fd = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        packed = _ARGS_V2.pack(fd, 0, _READ_ONLY if read_only else 0, os.fsencode(target.name))
+        _ioctl(target.parent, _SNAP_CREATE_V2, ctypes.create_string_buffer(packed, 4096))
+    finally:
+        os.close(fd)
+
+
+def delete_subvolume(path: Path) -> None:
+    """Delete the subvolume at `path`; its space is freed in the background. Missing is fine."""
+    try:
+        _ioctl(path.parent, _SNAP_DESTROY, ctypes.create_string_buffer(_ARGS_V1.pack(0, os.fsencode(path.name)), 4096))
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise
+
+
+def set_read_only(path: Path) -> None:
+    """Make the subvolume at `path` read-only for good."""
+    flags = ctypes.create_string_buffer(8)
+    _ioctl(path, _SUBVOL_GETFLAGS, flags)
+    value = struct.unpack("<Q", flags.raw)[0] | _READ_ONLY
+    _ioctl(path, _SUBVOL_SETFLAGS, ctypes.create_string_buffer(struct.pack("<Q", value), 8))
+
+
+def identity(path: Path) -> str:
+    """Names one unchanged state of the subvolume at `path`: its UUID and the transaction that last changed it."""
+    info = ctypes.create_string_buffer(_SUBVOL_INFO_SIZE)
+    _ioctl(path, _GET_SUBVOL_INFO, info)
+    # treeid u64, name[256], parent_id u64, dirid u64, generation u64, flags u64, uuid[16], parent_uuid[16],
+    # received_uuid[16], ctransid u64, …
+    uuid = info.raw[296:312].hex()
+    if not any(info.raw[296:312]):
+        raise OSError(errno.EIO, "btrfs does not say which subvolume this is", str(path))
+    changed = struct.unpack_from("<Q", info.raw, 344)[0]
+    return f"{uuid}:{changed}"
+
+
+def clone_file(source: Path, target: Path, mode: int) -> None:
+    """Copy a file within the store without copying its data."""
+    with open(source, "rb") as old, open(target, "xb") as new:
+        fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+        os.fchmod(new.fileno(), mode)
+
+
+def set_immutable(path: Path, on: bool) -> None:
+    """Nobody without CAP_LINUX_IMMUTABLE, which no sandbox has, can change an immutable file or folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        flags = struct.unpack("<L", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, b"\0" * 8)[:4])[0]
+        wanted = flags | _IMMUTABLE if on else flags & ~_IMMUTABLE
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("<Q", wanted))
+    finally:
+        os.close(fd)

@@ -1,0 +1,29 @@
+"""What `belayer doctor --reap` and a new run do about sandboxes of dead runs, beyond what their labels already name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from belayer.errors import SandboxUnavailable
+from belayer.ownership import cache_dir
+from belayer.sandbox import _data
+from belayer.sandbox.store import Store, unmount_unused
+
+
+def reap(store_folder: Path | None = None) -> list[str]:
+    """Clear what dead runs left in memory, in the store and in the mount table; returns a line for each thing done.
+
+    Resumable checkpoints are not lost: their images move from memory to the run's directory. Call it after
+    `belayer.ownership.reap`, which kills the processes.
+    """
+    done = _data.settle()
+    if (store_folder or cache_dir() / "store").is_dir():
+        try:
+            store = Store.open(store_folder)
+        except SandboxUnavailable:
+            return [*done, *unmount_unused()]  # no store here: nothing can be in it
+        try:
+            done += _data.settle_store(store)
+        finally:
+            store.close()
+    return [*done, *unmount_unused()]

@@ -1,0 +1,322 @@
+"""`Sandbox`: one generation of one container, and what can be asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from belayer.checkpoint.manifest import Manifest
+from belayer.errors import SandboxError, SandboxLost, StaleSandbox
+from belayer.sandbox import _health
+from belayer.sandbox._cgroup import SandboxCgroup
+from belayer.sandbox._session import DEFAULT_ENV, ExecResult, Fence, InitState, Session
+
+if TYPE_CHECKING:
+    from belayer.sandbox.manager import Sandboxes
+
+GRACE_S = 5.0  # silence past a command's own timeout after which the sandbox counts as lost
+FILE_TIMEOUT_S = 60.0
+FILE_LIMIT = 1 << 30
+
+
+class Sandbox:
+    """A running container. Made by `Sandboxes.create` and `Sandboxes.restore`.
+
+    A handle names one generation. After a restore, every call on an older handle raises `StaleSandbox`. Any call may
+    raise `SandboxLost` when the container died or stopped answering; what a command does is always an `ExecResult`.
+    """
+
+    def __init__(
+        self,
+        manager: Sandboxes,
+        name: str,
+        *,
+        generation: int,
+        attempt: int,
+        init_pid: int,
+        root: Path,
+        work: Path,
+        cgroup: SandboxCgroup,
+        session: Session,
+        image: str,
+        image_digest: str,
+        parent: str | None,
+    ) -> None:
+        self.name = name
+        self.generation = generation
+        self.attempt = attempt
+        self.init_pid = init_pid
+        self.root = root
+        self.image = image
+        self.image_digest = image_digest
+        self.parent = parent
+        self.dead = False
+        self.stale = False
+        self._manager = manager
+        self._config = manager.config
+        self._work = work
+        self._cgroup = cgroup
+        self._session = session
+        self._callbacks: list[Callable[[], None]] = []
+        self._gate = _Gate()
+        self._shell_turn = asyncio.Lock()
+        self._oom_kills = 0
+        self._baseline = _health.fingerprint(root)
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(init_pid)
+        self._loop.add_reader(self._pidfd, self._init_ended)
+
+    def __repr__(self) -> str:
+        state = "stale" if self.stale else "dead" if self.dead else "running"
+        return f"<Sandbox {self.name} generation {self.generation}, {state}>"
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        fence: Fence | None = None,
+        quiet_s: float = 0.0,
+    ) -> ExecResult:
+        """Run a command in a fresh process; a string runs by `bash -c`.
+
+        Ends when the command's main process does; background processes that it left go on. On a timeout (default
+        `sandbox.exec_timeout_s`), after `quiet_s` seconds without output, or when this call is cancelled, everything
+        that the command started is killed. `fence` is (attempt, generation): refused with `StaleSandbox` if older than
+        what the sandbox has seen.
+        """
+        argv = ["/bin/bash", "-c", command] if isinstance(command, str) else list(command)
+        if not argv:
+            raise ValueError("an empty command")
+        async with self._in_use():
+            result = await self._session.exec(
+                argv,
+                cwd=cwd or "/root",
+                env={**DEFAULT_ENV, **(env or {})},
+                timeout_s=timeout_s or self._config.exec_timeout_s,
+                grace_s=GRACE_S,
+                limit=self._config.output_bytes,
+                stdin=stdin,
+                fence=fence,
+                quiet_s=quiet_s,
+            )
+            return self._note_oom(result)
+
+    async def shell(
+        self, command: str, *, timeout_s: float | None = None, fence: Fence | None = None, quiet_s: float = 0.0
+    ) -> ExecResult:
+        """Run a command in the persistent shell: directory, variables, functions and jobs stay for the next one.
+
+        Output and error output come together in `stdout`, as on a terminal. A timeout interrupts the command like
+        Ctrl-C and keeps the shell's state where bash lets itself be interrupted.
+        """
+        async with self._in_use(), self._shell_turn:
+            result = await self._session.shell(
+                command,
+                timeout_s=timeout_s or self._config.exec_timeout_s,
+                grace_s=GRACE_S,
+                limit=self._config.output_bytes,
+                fence=fence,
+                quiet_s=quiet_s,
+            )
+            return self._note_oom(result)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+    async def read(self, path: str) -> bytes:
+        """Content of a regular file. Raises the `OSError` that the container saw (`FileNotFoundError` …)."""
+        result = await self._file("read", path)
+        if result.truncated:
+            raise SandboxError(f"{path} in sandbox {self.name} is larger than {FILE_LIMIT >> 20} MB")
+        return result.stdout
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Write a file, making missing folders. Raises the `OSError` that the container saw."""
+        await self._file("write", path, f"{mode:o}", stdin=data)
+
+    async def exists(self, path: str) -> bool:
+        """Is there anything at `path`?"""
+        try:
+            await self._file("stat", path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    async def upload(self, host_path: str | Path, path: str) -> None:
+        """Copy one file of the host into the sandbox, with its permission bits."""
+        source = Path(host_path)
+        data = await asyncio.to_thread(source.read_bytes)
+        await self.write(path, data, mode=source.stat().st_mode & 0o777)
+
+    async def download(self, path: str, host_path: str | Path) -> None:
+        """Copy one file of the sandbox to the host."""
+        data = await self.read(path)
+        await asyncio.to_thread(Path(host_path).write_bytes, data)
+
+    async def _file(self, action: str, path: str, *more: str, stdin: bytes = b"") -> ExecResult:
+        if not path.startswith("/"):
+            path = f"/root/{path}"
+        async with self._in_use():
+            result = await self._session.exec(
+                [action, path, *more],
+                cwd="/",
+                env={},
+                timeout_s=FILE_TIMEOUT_S,
+                grace_s=GRACE_S,
+                limit=FILE_LIMIT,
+                stdin=stdin,
+                builtin=True,
+            )
+        if result.timed_out or result.signal or result.exit_code is None:
+            raise SandboxError(f"{action} {path} in sandbox {self.name} did not finish: {result.text or result.signal}")
+        if result.exit_code:
+            raise OSError(result.exit_code, os.strerror(result.exit_code), path)
+        return result
+
+    # -- checkpoint and restore ----------------------------------------------------------------------------------------
+    async def checkpoint(
+        self, *, action: int, context_hash: str = "", rollout: str = "", attempt: int | None = None
+    ) -> Manifest:
+        """Capture file system and processes at one instant and publish the manifest.
+
+        Waits for running commands to end and holds new ones back meanwhile. Raises `CheckpointRefused` (the state cannot
+        be captured), `StorageFull`, `SandboxLost`; the sandbox runs on and earlier checkpoints are kept.
+        """
+        async with self._gate.exclusive():
+            self._check()
+            return await self._manager._checkpoint(
+                self, action=action, context_hash=context_hash, rollout=rollout, attempt=attempt
+            )
+
+    async def restore(self, checkpoint_id: str) -> Sandbox:
+        """Replace this container by the checkpointed one: a new handle, with the next generation."""
+        return await self._manager.restore(self.name, checkpoint_id)
+
+    async def fork(self, n: int) -> list[Sandbox]:
+        """`n` more sandboxes that go on from exactly this state; this one goes on too."""
+        return await self._manager.fork(self, n)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+    def on_death(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the container's init ends; at once if it has ended already."""
+        if self.dead:
+            self._loop.call_soon(callback)
+        else:
+            self._callbacks.append(callback)
+
+    async def healthy(self) -> str | None:
+        """None, or what is wrong: init dead, not answering, or system folders damaged since the last good look."""
+        async with self._gate.shared():
+            if self.dead and not self.stale:
+                return "the sandbox's init died"
+            self._check()
+            now = _health.fingerprint(self.root)
+            wrong = _health.damage(self._baseline, now)
+            if wrong:
+                return wrong
+            try:
+                await self._session.ping(timeout_s=1.0)
+            except SandboxLost as error:
+                return error.what
+            self._baseline = now
+            return None
+
+    def accept(self) -> None:
+        """Take the system folders as they are now for good: it was the agent's own command that changed them."""
+        self._baseline = _health.fingerprint(self.root)
+
+    async def state(self) -> InitState:
+        """What the init says of itself."""
+        async with self._in_use():
+            return await self._session.ping()
+
+    async def close(self) -> None:
+        """Kill the container and remove everything of it; its checkpoints stay."""
+        await self._manager._retire(self)
+
+    def processes(self) -> list[int]:
+        """Host pids of everything that runs in this container."""
+        return self._cgroup.pids()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def _in_use(self) -> AsyncIterator[None]:
+        async with self._gate.shared():
+            self._check()
+            yield
+
+    def _check(self) -> None:
+        if self.stale:
+            raise StaleSandbox(
+                f"this handle of sandbox {self.name} is of generation {self.generation}, which is over",
+                next_step="use the handle that the restore returned",
+            )
+        if self.dead:
+            raise SandboxLost(f"the init of sandbox {self.name} has died", next_step="restore it")
+
+    def _note_oom(self, result: ExecResult) -> ExecResult:
+        if result.signal != 9 and result.exit_code != 137:
+            return result
+        kills = self._cgroup.oom_kills()
+        if kills <= self._oom_kills:
+            return result
+        self._oom_kills = kills
+        fields = {name: getattr(result, name) for name in result.__struct_fields__}
+        return ExecResult(**{**fields, "oom": True})
+
+    def _init_ended(self) -> None:
+        self._stop_watching()
+        self.dead = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _stop_watching(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _end(self) -> None:
+        """Make the handle stale and close what it holds in this process."""
+        self.stale = True
+        self.dead = True
+        self._callbacks.clear()
+        self._stop_watching()
+        self._session.close()
+
+
+class _Gate:
+    """Many users, or one that has it alone; who wants it alone holds newcomers back."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._alone = asyncio.Lock()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        async with self._alone:
+            self._users += 1
+            self._empty.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._empty.set()
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        async with self._alone:
+            await self._empty.wait()
+            yield
+

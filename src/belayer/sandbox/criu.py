@@ -1,0 +1,250 @@
+"""CRIU as a program: where it is, dump by its RPC, restore by its command line.
+
+The dump uses RPC (`criu swrk`) for one reason: CRIU then asks before it lets the processes go on, and the file-system
+snapshot is taken exactly there. With the command line's `--leave-stopped` every process would see a SIGSTOP and a
+SIGCONT that nobody sent. The messages are few, so they are encoded here instead of pulling in a protobuf library.
+Reference: images/rpc.proto and Documentation/criu.txt of CRIU 4.2.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+
+from belayer.errors import CheckpointRefused, RestoreFailed, SandboxUnavailable
+from belayer.ownership import cache_dir
+from belayer.sandbox._keeper import Keeper
+
+MINIMUM = (4, 2)
+GHOST_LIMIT = 512 << 20  # deleted files that are still open are stored up to this size
+_NETWORK_LOCK_SKIP = 3
+_DUMP, _NOTIFY = 1, 6
+
+
+@cache
+def find_criu() -> Path:
+    """The CRIU to use: `$BELAYER_CRIU`, the one that set-up chose, or the system's. Raises `SandboxUnavailable`."""
+    candidates = [os.environ.get("BELAYER_CRIU", "")]
+    chosen = cache_dir() / "criu.path"
+    if chosen.is_file():
+        candidates.append(chosen.read_text().strip())
+    candidates.append(shutil.which("criu", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin") or "")
+    too_old = ""
+    for candidate in candidates:
+        if not candidate or not os.access(candidate, os.X_OK):
+            continue
+        version = criu_version(Path(candidate))
+        if version >= MINIMUM:
+            return Path(candidate)
+        too_old = f"; {candidate} is version {'.'.join(map(str, version)) or 'unknown'}"
+    raise SandboxUnavailable(f"no CRIU 4.2 or newer was found{too_old}", next_step="run scripts/install_criu.sh")
+
+
+def criu_version(program: Path) -> tuple[int, ...]:
+    """(major, minor, …) of `program`, or () if it does not say."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"Version: ([0-9.]+)", done.stdout)
+    return tuple(int(part) for part in found.group(1).split(".")) if found else ()
+
+
+async def dump(
+    keeper: Keeper,
+    *,
+    init_pid: int,
+    images: Path,
+    netns: int,
+    while_frozen: Callable[[], Awaitable[None]],
+    timeout_s: float = 60.0,
+) -> dict[str, float]:
+    """Dump the process tree of `init_pid` into the folder `images` and let it run on.
+
+    `while_frozen` is awaited when the images are complete and every process is still frozen; if it raises, the
+    processes go on, the dump counts as failed and the exception passes. Returns seconds: `dump_s`, `frozen_s`, `fs_s`.
+    Raises `CheckpointRefused` with CRIU's own reason.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    begun = time.perf_counter()
+    fs_s = 0.0
+    failure: BaseException | None = None
+    helper = asyncio.create_task(keeper.run([str(find_criu()), "swrk", "10"], fds=(theirs.fileno(),), deadline_s=timeout_s))
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.sleep(0)  # the helper's request takes its own copy of the descriptor
+            await loop.sock_sendall(ours, _dump_request(init_pid, images, netns))
+            theirs.close()
+            while True:
+                data = await loop.sock_recv(ours, 1 << 16)
+                if not data:
+                    raise CheckpointRefused(f"CRIU ended without an answer{_reason(images / 'dump.log')}")
+                answer = decode(data)
+                if answer.get(1) != _NOTIFY:
+                    break
+                script = decode(answer[5]).get(1, b"") if isinstance(answer.get(5), bytes) else b""
+                if script == b"post-dump":
+                    at = time.perf_counter()
+                    try:
+                        await while_frozen()
+                    except BaseException as error:
+                        failure = error
+                    fs_s = time.perf_counter() - at
+                good = failure is None
+                await loop.sock_sendall(ours, _varint(1, _NOTIFY) + _varint(3, int(good)))
+        ended = time.perf_counter()
+        if failure is not None:
+            raise failure
+        if not answer.get(2):
+            raise CheckpointRefused(
+                f"CRIU cannot capture this sandbox{_reason(images / 'dump.log')}",
+                kept="the sandbox runs on, and its earlier checkpoints are kept",
+            )
+        stats = _stats(images / "stats-dump")
+        frozen_s = (stats.get(1, 0) + stats.get(2, 0)) / 1e6  # freezing_time, frozen_time in µs
+        return {"dump_s": ended - begun - fs_s, "frozen_s": max(frozen_s, fs_s), "fs_s": fs_s}
+    except TimeoutError:
+        raise CheckpointRefused(f"CRIU did not finish the dump within {timeout_s:.0f} s") from None
+    finally:
+        theirs.close()
+        ours.close()  # ends `criu swrk`, which lets the processes go on
+        await asyncio.gather(helper, return_exceptions=True)
+
+
+async def restore(
+    keeper: Keeper,
+    *,
+    images: Path,
+    root: Path,
+    agent: Path,
+    cgroups: list[Path],
+    work: Path,
+    timeout_s: float = 60.0,
+) -> int:
+    """Restore the images into `root` with a fresh network namespace; returns the pid of the container's init.
+
+    Raises `RestoreFailed` with CRIU's own reason.
+    """
+    pid_file = work / "init.pid"
+    pid_file.unlink(missing_ok=True)
+    command = [str(keeper.program), "restore", "--root", str(root)]
+    for folder in cgroups:
+        command += ["--cgroup", str(folder)]
+    # fd[10]: the fresh network namespace, opened by the helper
+    command += ["--", str(find_criu()), "restore", "-d", "-D", str(images), "-W", str(work), "-o", "restore.log", "-v1"]
+    command += ["--root", str(root), "--pidfile", str(pid_file), "--manage-cgroups=ignore", "--network-lock", "skip"]
+    command += ["--external", f"mnt[agent]:{agent}", "--inherit-fd", "fd[10]:extnet", "--tcp-established", "--file-locks"]
+    try:
+        code, output = await keeper.run(command, deadline_s=timeout_s)
+    except TimeoutError:
+        raise RestoreFailed(f"CRIU did not finish the restore within {timeout_s:.0f} s") from None
+    if code:
+        raise RestoreFailed(f"CRIU cannot restore the images in {images} (exit {code}){_reason(work / 'restore.log', output)}")
+    return int(pid_file.read_text())
+
+
+def _dump_request(pid: int, images: Path, netns: int) -> bytes:
+    external = (b"mnt[/run/agent]:agent", f"net[{netns}]:extnet".encode())
+    options = b"".join(
+        [
+            _varint(1, -1),  # images_dir_fd: not used, the path below is
+            _varint(2, pid),
+            _varint(3, 1),  # leave_running
+            _varint(5, 1),  # tcp_established
+            _varint(8, 1),  # file_locks
+            _varint(9, 1),  # log_level: errors
+            _bytes(10, b"dump.log"),
+            _varint(12, 1),  # notify_scripts
+            _varint(24, 1),  # manage_cgroups …
+            _varint(34, 0),  # … in mode IGNORE
+            _varint(35, GHOST_LIMIT),
+            *(_bytes(37, item) for item in external),
+            _varint(64, _NETWORK_LOCK_SKIP),
+            _bytes(68, os.fsencode(images)),
+        ]
+    )
+    return _varint(1, _DUMP) + _bytes(2, options)
+
+
+def _reason(log: Path, output: str = "") -> str:
+    """The errors of CRIU's log, shortened."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    wanted = [line.split(") ", 1)[-1] for line in lines if "Error" in line]
+    # the first errors name the cause, the later ones what followed from it
+    text = "; ".join(wanted[:4]) or output
+    return f": {text[:600]}" if text else ""
+
+
+# -- protobuf, as much as is needed ------------------------------------------------------------------------------------
+def _number(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _varint(field: int, value: int) -> bytes:
+    return _number(field << 3) + _number(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _number(field << 3 | 2) + _number(len(value)) + value
+
+
+def decode(data: bytes) -> dict[int, int | bytes]:
+    """Fields of one message; of a repeated field the last one."""
+    fields: dict[int, int | bytes] = {}
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        key = number()
+        if key & 7 == 0:
+            fields[key >> 3] = number()
+        elif key & 7 == 2:
+            length = number()
+            fields[key >> 3] = data[at : at + length]
+            at += length
+        else:
+            size = {1: 8, 5: 4}[key & 7]
+            fields[key >> 3] = data[at : at + size]
+            at += size
+    return fields
+
+
+def _stats(path: Path) -> dict[int, int]:
+    """The dump statistics that CRIU leaves: field number to value, times in µs."""
+    try:
+        data = path.read_bytes()
+        size = struct.unpack_from("<I", data, 8)[0]
+        inner = decode(data[12 : 12 + size]).get(1, b"")
+        return {k: v for k, v in decode(inner if isinstance(inner, bytes) else b"").items() if isinstance(v, int)}
+    except (OSError, struct.error, IndexError, KeyError):
+        return {}

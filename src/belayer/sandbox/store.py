@@ -1,0 +1,219 @@
+"""The sandbox store: a btrfs tree with images, the roots of running sandboxes and checkpoints' file-system snapshots.
+
+    images/<name>                 read-only subvolume, with <name>.json beside it
+    runs/<label>/<sandbox>-<g>    writable root of generation g; gone with the run
+    runs-data/<run id>/<id>       read-only snapshot of a checkpoint; outlives the process, goes with the run's directory
+
+Where the configured folder is on btrfs, the tree is in that folder. Otherwise it is in a sparse file there, mounted
+below /run/belayer while at least one process uses it. Users hold a shared lock (`users.lock`); mounting and unmounting
+happen under `mount.lock`; the last user unmounts. Both locks die with their processes, so a mount without users is
+recognised and removed by `unmount_unused`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from belayer.errors import SandboxUnavailable, StorageFull
+from belayer.ownership import cache_dir, labels
+from belayer.sandbox import _btrfs, _loop
+
+MOUNT_PREFIX = "store-"
+
+
+@contextmanager
+def storage_errors(what: str):
+    """Turn "no space" into `StorageFull`; everything else passes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                f"the sandbox store is full: {what}",
+                kept="earlier checkpoints and all journals",
+                next_step="remove old run directories, or raise sandbox.store_bytes",
+            ) from error
+        raise
+
+
+class Store:
+    """An opened store. `root` is the top of the tree; `close()` unmounts it if nobody else uses it."""
+
+    def __init__(self, root: Path, users_fd: int, mount_lock: Path | None, mount_point: Path | None) -> None:
+        self.root = root
+        self.users_fd = users_fd
+        self.mount_lock = mount_lock
+        self.mount_point = mount_point
+
+    @classmethod
+    def open(cls, folder: Path | None = None, size: int = 16 << 30) -> Store:
+        """Open (and first make) the store in `folder`, default `<cache>/store`; `size` bytes where a file is made.
+
+        Raises `SandboxUnavailable` with the reason when this host cannot have one.
+        """
+        folder = (folder or cache_dir() / "store").absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if _btrfs.is_btrfs(folder):
+            users = _open_lock(folder / "users.lock")
+            fcntl.flock(users, fcntl.LOCK_SH)
+            store = cls(folder, users, None, None)
+        else:
+            store = cls._open_file(folder / "store.btrfs", size)
+        try:
+            for name in ("images", "runs", "runs-data"):
+                (store.root / name).mkdir(exist_ok=True)
+        except OSError as error:
+            store.close()
+            raise SandboxUnavailable(f"the sandbox store at {store.root} cannot be written: {error}") from error
+        return store
+
+    @classmethod
+    def _open_file(cls, file: Path, size: int) -> Store:
+        place = labels.RUNTIME_DIR / f"{MOUNT_PREFIX}{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
+        point = place / "mnt"
+        point.mkdir(parents=True, exist_ok=True)
+        users = _open_lock(place / "users.lock")
+        try:
+            with _locked(place / "mount.lock"):
+                fcntl.flock(users, fcntl.LOCK_SH)
+                if not _is_mounted(point):
+                    if not file.exists():
+                        _make_file(file, size)
+                    _loop.mount_file(file.resolve(), point)
+        except OSError as error:
+            os.close(users)
+            raise SandboxUnavailable(
+                f"the sandbox store {file} cannot be mounted: {error}",
+                next_step="`belayer doctor` shows what is missing; a damaged store file may be deleted, it is re-made",
+            ) from error
+        except BaseException:
+            os.close(users)
+            raise
+        return cls(point, users, place / "mount.lock", point)
+
+    @property
+    def images(self) -> Path:
+        return self.root / "images"
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be written: the smaller of the store's room and that of the disk below a store file."""
+        here = os.statvfs(self.root)
+        return here.f_bavail * here.f_frsize
+
+    def close(self) -> None:
+        """Stop using the store. Unmounts it when no other process uses it."""
+        if self.users_fd < 0:
+            return
+        if self.mount_lock is None or self.mount_point is None:
+            os.close(self.users_fd)
+            self.users_fd = -1
+            return
+        with _locked(self.mount_lock):
+            _unmount_if_unused(self.users_fd, self.mount_point)
+            os.close(self.users_fd)
+            self.users_fd = -1
+
+
+def unmount_unused() -> list[str]:
+    """Unmount the store files that no living process uses. Returns the mount points that were unmounted."""
+    removed = []
+    for place in sorted(labels.RUNTIME_DIR.glob(f"{MOUNT_PREFIX}*")):
+        point = place / "mnt"
+        users = _open_lock(place / "users.lock")
+        try:
+            with _locked(place / "mount.lock"):
+                if _is_mounted(point) and _unmount_if_unused(users, point):
+                    removed.append(str(point))
+        finally:
+            os.close(users)
+    return removed
+
+
+def remove_tree(path: Path) -> None:
+    """Delete `path` whatever it is: a subvolume, a file, or a folder of them, immutable or not."""
+    if path.is_symlink() or not path.is_dir():
+        try:
+            path.unlink(missing_ok=True)
+        except PermissionError:
+            _btrfs.set_immutable(path, False)
+            path.unlink()
+        return
+    if path.stat().st_ino == 256:  # the root of every btrfs subvolume
+        _btrfs.delete_subvolume(path)
+        return
+    entries = list(path.iterdir())
+    if path.name.endswith(".agent"):
+        _btrfs.set_immutable(path, False)
+    for entry in entries:
+        remove_tree(entry)
+    path.rmdir()
+
+
+def _unmount_if_unused(users: int, point: Path) -> bool:
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    deadline = time.monotonic() + 3
+    while True:
+        try:
+            _loop.unmount(point)
+            return True
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False  # not mounted
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                return False  # a foreign process sits in it; the mount is found again by unmount_unused
+            time.sleep(0.02)
+
+
+def _make_file(file: Path, size: int) -> None:
+    program = shutil.which("mkfs.btrfs", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if program is None:
+        raise SandboxUnavailable("mkfs.btrfs is missing", next_step="install btrfs-progs (`make setup` does)")
+    fresh = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        with open(fresh, "wb") as handle:
+            handle.truncate(size)
+        command = [program, "-q", "-f", "-m", "single", "-d", "single", "-L", "belayer", str(fresh)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SandboxUnavailable(f"no btrfs file system could be made in {file}: {done.stderr.strip()}")
+        os.replace(fresh, file)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+@contextmanager
+def _locked(path: Path, timeout_s: float = 30.0):
+    fd = _open_lock(path)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SandboxUnavailable(f"{path} has been locked by another process for {timeout_s:.0f} s") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_mounted(point: Path) -> bool:
+    with open("/proc/self/mountinfo") as table:
+        return any(line.split(" ")[4].encode().decode("unicode_escape") == str(point) for line in table)
