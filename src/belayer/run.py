@@ -24,6 +24,7 @@ from belayer.recovery.breaker import CircuitBreaker
 from belayer.rollout import Rollout, Tokenizer, Trajectory, _derive, trajectory
 from belayer.run_directory import RunDirectory
 from belayer.sandbox import Sandbox, Sandboxes
+from belayer.sandbox import reap as reap_sandboxes
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class Run:
         except BaseException:
             opened.close()
             raise
-        reap()
+        await asyncio.to_thread(reap)
         run = cls(opened, config, journal, RunLabel.new(str(opened.path)))
         run.tokenizer, run.sink = tokenizer, sink
         try:
@@ -102,6 +103,7 @@ class Run:
 
     async def _start(self, weights: Iterable[tuple[str, torch.Tensor]] | None, policy_version: int) -> None:
         checkpoints = self.directory.path / "checkpoints"
+        await asyncio.to_thread(reap_sandboxes)
         # sandboxes first: they are quick, and what this host cannot do should be said before an engine is loaded
         self.sandboxes = await Sandboxes.open(
             self.config.sandbox, self.label, checkpoints=checkpoints, events=self.sink
@@ -198,7 +200,7 @@ class Run:
                 )
 
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        """Publish new weights (Hugging Face names); requests in flight go on, later tokens come from the new weights."""
+        """Publish new weights (Hugging Face names); requests in flight go on with them at their next token."""
         assert self.engine is not None
         await self.engine.update_weights(tensors, policy_version)
 

@@ -117,7 +117,7 @@ def test_killed_stopped_resumed_with_faults_equals_the_calm_run(config, tmp_path
     process = belayer("resume", str(run), "--plain")
     wait_for_tokens(run, 260, process)
     name = label_of(run)
-    os.kill(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: to the whole process group
     text = output_of(process, 60)
     assert process.returncode == 130, text
     assert "belayer resume" in text

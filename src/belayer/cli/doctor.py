@@ -14,6 +14,7 @@ from rich.table import Table
 
 from belayer.ownership.reap import leftovers, live_labels, reap
 from belayer.sandbox import Capability, probe
+from belayer.sandbox import reap as reap_sandboxes
 
 console = Console(highlight=False)
 
@@ -21,6 +22,7 @@ console = Console(highlight=False)
 def doctor_command(*, as_json: bool, reap_now: bool) -> int:
     """Print the table. 1 if sandboxes or the engine cannot work here, or if something could not be removed."""
     removed, failed = reap() if reap_now else ([], [])
+    settled = reap_sandboxes() if reap_now else []
     left = [] if reap_now else leftovers()
     capabilities = [*probe(), *_engine()]
     usable = all(item.ok for item in capabilities if item.required)
@@ -34,6 +36,7 @@ def doctor_command(*, as_json: bool, reap_now: bool) -> int:
                     "live_runs": sorted(live_labels()),
                     "leftovers": [msgspec.to_builtins(item) for item in left],
                     "removed": [msgspec.to_builtins(item) for item in removed],
+                    "settled": settled,
                     "not_removed": [{**msgspec.to_builtins(item), "why": why} for item, why in failed],
                 },
                 indent=1,
@@ -43,13 +46,15 @@ def doctor_command(*, as_json: bool, reap_now: bool) -> int:
     _print(capabilities)
     for item in removed:
         console.print(f"removed: {item} (run {item.label})")
+    for line in settled:
+        console.print(f"removed: {line}")
     for item, why in failed:
         console.print(f"[red]not removed:[/] {item} (run {item.label}): {why}")
     if left:
         console.print(f"{len(left)} things were left by dead runs; `belayer doctor --reap` removes them:")
         for item in left[:20]:
             console.print(f"  {item} (run {item.label})")
-    elif not removed:
+    elif not removed and not settled:
         console.print("nothing is left over from dead runs")
     return 0 if usable and not failed else 1
 
