@@ -112,6 +112,37 @@ def test_no_size_and_no_text_breaks_the_frame(width: int, height: int, name: str
     shown(source, width, height, unicode=unicode)
 
 
+_scalar = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+_any_event = st.builds(
+    Event,
+    kind=st.sampled_from([value for name, value in vars(ev).items() if name.isupper() and isinstance(value, str)]),
+    subject=st.sampled_from(["worker", "shadow", "r1", "r2", ""]),
+    at=st.floats(0, 2e9) | st.floats(-1e12, 1e12),
+    data=st.dictionaries(
+        st.sampled_from(
+            ["step", "steps", "seed", "reward_mean", "wall_s", "tokens", "exposed_s", "state", "generation", "reason",
+             "fault", "target", "how", "what", "phases", "total_s", "ok", "resumed", "inject", "level", "count"]
+        ),
+        _scalar | st.lists(_scalar, max_size=2) | st.dictionaries(st.text(max_size=4), _scalar, max_size=3),
+        max_size=6,
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_any_event, max_size=25), st.sampled_from([20, 80, 140]), st.booleans())
+def test_no_order_of_events_and_no_odd_value_breaks_a_view(events: list[Event], width: int, unicode: bool) -> None:
+    source, log = LiveFeed(), PlainView("run", stream=io.StringIO())
+    for one in events:
+        source(one)
+        log(one)
+    lines = shown(source, width, unicode=unicode)
+    assert lines[-1].startswith("╰"), "the frame is not closed"
+    assert all(cell_len(line) <= width for line in lines)
+    state = source.snapshot()
+    assert state.in_flight >= 0 and state.recovered.total() == sum(one.kind == ev.RECOVERED for one in events)
+
+
 def test_markup_in_names_is_not_interpreted() -> None:
     source = LiveFeed()
     source(event(ev.FAULT_INJECTED, 1, "r", fault="[red]x[/nonsense]"))
