@@ -101,7 +101,7 @@ class Spec(msgspec.Struct):
 class Work(msgspec.Struct, array_like=True):
     """One request as the worker sees it: everything known of it, prompt and completion so far."""
 
-    id: str
+    id: str  # unique among all that one driver ever submits
     prompt_ids: list[int]
     done_ids: list[int]
     sampling: Sampling

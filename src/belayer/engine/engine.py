@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,14 +32,15 @@ OWNER_ATTEMPTS = 3
 class _Flight:
     """A request in flight: the only thing the driver remembers of it is what the caller's sink has been given."""
 
-    def __init__(self, request: GenerationRequest, sink: TokenSink) -> None:
+    def __init__(self, key: str, request: GenerationRequest, sink: TokenSink) -> None:
+        self.key = key
         self.request = request
         self.sink = sink
         self.done_ids = list(request.resume_ids)
         self.finished: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def work(self) -> Work:
-        return Work(self.request.id, self.request.prompt_ids, self.done_ids, self.request.sampling)
+        return Work(self.key, self.request.prompt_ids, self.done_ids, self.request.sampling)
 
     @property
     def length(self) -> int:
@@ -57,7 +59,10 @@ class Engine:
         self._config = config
         self._model = model
         self._events = events
+        # By a key of their own that no two calls share: a worker that has not heard of a cancellation yet still sends
+        # tokens, and they must not be taken for those of a new request with the same id.
         self._flights: dict[str, _Flight] = {}
+        self._keys = itertools.count(1)
         self._rebuilding: set[str] = set()
         self._updating = asyncio.Lock()
         self._updates: set[asyncio.Task[WeightsEpoch]] = set()
@@ -137,17 +142,18 @@ class Engine:
                 )
             )
             return reason
-        flight = _Flight(request, on_tokens)
-        self._flights[request.id] = flight
+        flight = _Flight(f"{next(self._keys)}:{request.id}", request, on_tokens)
+        self._flights[flight.key] = flight
         if (link := self._fleet.serving) is not None:
             link.send(Submit([flight.work()]))
         try:
             return await flight.finished
         except asyncio.CancelledError:
-            self._abort(request.id)
+            self._abort(flight.key)
             raise
         finally:
-            self._forget(request.id)
+            self._flights.pop(flight.key, None)
+            self._has_token(flight.key)
 
     def _check(self, request: GenerationRequest) -> None:
         if self._closed:
@@ -156,7 +162,7 @@ class Engine:
             raise self._fleet.failure
         sampling = request.sampling
         problem = None
-        if request.id in self._flights:
+        if any(flight.request.id == request.id for flight in self._flights.values()):
             problem = "a request with this id is in flight"
         elif not request.prompt_ids:
             problem = "the prompt is empty"
@@ -183,28 +189,24 @@ class Engine:
         if problem:
             raise RequestRefused(f"request {request.id}: {problem}")
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, key: str) -> None:
         if (link := self._fleet.serving) is not None:
-            link.send(Abort([request_id]))
+            link.send(Abort([key]))
 
-    def _forget(self, request_id: str) -> None:
-        self._flights.pop(request_id, None)
-        self._has_token(request_id)
-
-    def _has_token(self, request_id: str) -> None:
+    def _has_token(self, key: str) -> None:
         """A request that had to be rebuilt is: it has a token, or nobody waits for one any more."""
-        if request_id in self._rebuilding:
-            self._rebuilding.discard(request_id)
+        if key in self._rebuilding:
+            self._rebuilding.discard(key)
             if not self._rebuilding and self._fleet.supervisor.serving is not None:
                 self._fleet.rebuilt(self._fleet.supervisor.serving)
 
     def _on_tokens(self, message: Tokens) -> None:
-        for request_id, token_ids, logprobs, reason in message.chunks:
-            flight = self._flights.get(request_id)
+        for key, token_ids, logprobs, reason in message.chunks:
+            flight = self._flights.get(key)
             if flight is None or flight.finished.done():
                 continue  # it was cancelled, and the worker had not heard of it yet
             chunk = TokenChunk(
-                request_id=request_id,
+                request_id=flight.request.id,
                 start=len(flight.done_ids),
                 token_ids=token_ids,
                 logprobs=logprobs,
@@ -217,17 +219,17 @@ class Engine:
             except Exception as error:
                 flight.finished.set_exception(error)
                 if reason is None:
-                    self._abort(request_id)
+                    self._abort(key)
                 continue
             self._fleet.clock.first_token()
-            self._has_token(request_id)
+            self._has_token(key)
             if reason is not None:
                 flight.finished.set_result(reason)
 
     def _on_route(self, link: WorkerLink) -> int:
         """Give a new worker every request in flight, those that need the least prefill first."""
         flights = sorted((f for f in self._flights.values() if not f.finished.done()), key=lambda f: f.length)
-        self._rebuilding = {flight.request.id for flight in flights}
+        self._rebuilding = {flight.key for flight in flights}
         if flights:
             link.send(Submit([flight.work() for flight in flights]))
         return len(flights)

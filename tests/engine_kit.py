@@ -1,0 +1,133 @@
+"""What the engine's tests share: a tiny model made on the spot, requests, and a sink that keeps what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from belayer.config import EngineConfig
+from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk
+
+VOCABULARY = 1000  # not a multiple of 64: vLLM pads it
+
+
+def make_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A Qwen3 model folder with random float32 weights, small enough to write in milliseconds."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+        "dtype": "float32",
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dict(random_weights(tied=tied, seed=seed)), folder / "model.safetensors")
+    return folder
+
+
+def random_weights(*, tied: bool = False, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors by name. Different seeds give models that say different things."""
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=source) * 0.1
+
+    yield "model.embed_tokens.weight", normal(VOCABULARY, 128)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.self_attn.q_proj.weight", normal(128, 128)
+        yield f"{prefix}.self_attn.k_proj.weight", normal(64, 128)
+        yield f"{prefix}.self_attn.v_proj.weight", normal(64, 128)
+        yield f"{prefix}.self_attn.o_proj.weight", normal(128, 128)
+        yield f"{prefix}.self_attn.q_norm.weight", 1 + normal(32)
+        yield f"{prefix}.self_attn.k_norm.weight", 1 + normal(32)
+        yield f"{prefix}.mlp.gate_proj.weight", normal(256, 128)
+        yield f"{prefix}.mlp.up_proj.weight", normal(256, 128)
+        yield f"{prefix}.mlp.down_proj.weight", normal(128, 256)
+        yield f"{prefix}.input_layernorm.weight", 1 + normal(128)
+        yield f"{prefix}.post_attention_layernorm.weight", 1 + normal(128)
+    yield "model.norm.weight", 1 + normal(128)
+    if not tied:
+        yield "lm_head.weight", normal(VOCABULARY, 128)
+
+
+def engine_config(model: Path, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "model": model,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "kv_bytes": 32 << 20,
+        "hang_s": 1.0,
+    }
+    return EngineConfig(**(settings | changes))
+
+
+def requests(count: int, max_tokens: int = 40, *, tag: str = "r") -> list[GenerationRequest]:
+    """Greedy and sampled ones, of different lengths; the longest prompts span several KV blocks."""
+    kinds = (
+        Sampling(max_tokens=max_tokens, temperature=0.0),
+        Sampling(max_tokens=max_tokens, seed=11),
+        Sampling(max_tokens=max_tokens, seed=12, temperature=0.7, top_k=40, top_p=0.9),
+        Sampling(max_tokens=max_tokens, seed=13, temperature=1.3, min_p=0.02),
+    )
+    return [
+        GenerationRequest(
+            id=f"{tag}{i}",
+            prompt_ids=[(7 * j + 31 * i) % VOCABULARY for j in range(20 + 75 * i)],
+            sampling=kinds[i % len(kinds)],
+        )
+        for i in range(count)
+    ]
+
+
+class Journal:
+    """A sink that keeps tokens as a journal would, and refuses gaps and repetitions."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        self.versions: dict[str, list[int]] = {}
+        self.after: Callable[[], None] | None = None
+
+    def __call__(self, chunk: TokenChunk) -> None:
+        tokens = self.tokens.setdefault(chunk.request_id, [])
+        assert chunk.start == len(tokens), f"{chunk.request_id}: chunk at {chunk.start}, journal at {len(tokens)}"
+        assert len(chunk.token_ids) == len(chunk.logprobs)
+        tokens += chunk.token_ids
+        self.logprobs.setdefault(chunk.request_id, []).extend(chunk.logprobs)
+        self.versions.setdefault(chunk.request_id, []).extend([chunk.weights_version] * len(chunk.token_ids))
+        if self.after is not None:
+            self.after()
+
+    def when_all_have(self, count: int, of: int, action: Callable[[], None]) -> None:
+        """Call `action` once, inside the sink, when `of` requests have `count` tokens."""
+
+        def check() -> None:
+            if len(self.tokens) == of and min(len(t) for t in self.tokens.values()) >= count:
+                self.after = None
+                action()
+
+        self.after = check
+
+
+async def complete(engine: Engine, work: list[GenerationRequest], journal: Journal | None = None) -> Journal:
+    """Run all requests at once; every one must end."""
+    journal = journal or Journal()
+    await asyncio.gather(*(engine.generate(request, journal) for request in work))
+    return journal
