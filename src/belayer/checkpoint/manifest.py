@@ -37,7 +37,7 @@ class ProcessState(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds: `dump_s` in CRIU, `frozen_s` processes stopped, `fs_s` file-system snapshot (inside frozen), `total_s`."""
+    """Seconds: `dump_s` in CRIU, `frozen_s` processes stopped, `fs_s` file-system snapshot (inside frozen)."""
 
     dump_s: float
     frozen_s: float
@@ -48,9 +48,9 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One published checkpoint.
 
-    `action` is the number k of the last action that it contains, `generation` and `attempt` those of the sandbox when it
-    was taken, `context_hash` that of the token ids up to observation k. `fs_identity` names the snapshot and its exact
-    state, `images` the process images, `netns` the inode of the network namespace they refer to. `parent` is the
+    `action` is the number k of the last action that it contains, `generation` and `attempt` those of the sandbox when
+    it was taken, `context_hash` that of the token ids up to observation k. `fs_identity` names the snapshot and its
+    exact state, `images` the process images, `netns` the inode of the network namespace they refer to. `parent` is the
     checkpoint from which this generation of the sandbox was restored, None if it was created. `sequence` orders the
     checkpoints of a run.
     """

@@ -18,25 +18,32 @@ from functools import cache
 from pathlib import Path
 
 ROOT = "belayer"
+_CONTROLLERS = ("memory", "pids")
 
 
 @dataclass(frozen=True)
 class Hierarchies:
-    """Mount points: `unified` of cgroup v2, `v1` by controller; `v2_controllers` that can be delegated to us."""
+    """Mount points: `unified` of cgroup v2, `v1` by controller; `delegable` controllers of v2."""
 
     unified: Path | None = None
     v1: dict[str, Path] = field(default_factory=dict)
-    v2_controllers: frozenset[str] = frozenset()
+    delegable: frozenset[str] = frozenset()
 
     @property
     def flavour(self) -> str:
+        """For people: "v2", "v1", "mixed (v1 and v2)" or "none"."""
         if self.unified and self.v1:
             return "mixed (v1 and v2)"
         return "v2" if self.unified else "v1" if self.v1 else "none"
 
+    @property
+    def limits(self) -> set[str]:
+        """Which of memory and pids can be limited here."""
+        return set(self.v1) | set(self.delegable)
+
     def bases(self) -> list[Path]:
         """One folder per hierarchy that sandboxes join."""
-        found = [self.v1[name] for name in ("memory", "pids") if name in self.v1]
+        found = [self.v1[name] for name in _CONTROLLERS if name in self.v1]
         if self.unified:
             found.append(self.unified)
         return [base / ROOT for base in dict.fromkeys(found)]
@@ -50,57 +57,63 @@ def hierarchies() -> Hierarchies:
     with open("/proc/self/mountinfo") as table:
         for line in table:
             left, _, right = line.partition(" - ")
-            point, (kind, _, options) = Path(left.split(" ")[4]), right.split(" ", 2)
+            kind, _, options = right.split(" ", 2)
+            point = Path(left.split(" ")[4])
             if kind == "cgroup2" and unified is None:
                 unified = point
             elif kind == "cgroup":
-                for name in ("memory", "pids"):
-                    if name in options.strip().split(","):
-                        v1[name] = point
-    controllers: frozenset[str] = frozenset()
+                for name in set(_CONTROLLERS) & set(options.strip().split(",")):
+                    v1[name] = point
+    delegable: frozenset[str] = frozenset()
     if unified:
         with contextlib.suppress(OSError):
-            controllers = frozenset((unified / "cgroup.controllers").read_text().split()) & {"memory", "pids"}
-    return Hierarchies(unified, v1, controllers)
+            available = set((unified / "cgroup.controllers").read_text().split())
+            delegable = frozenset(available & set(_CONTROLLERS))
+    return Hierarchies(unified, v1, delegable)
 
 
 def run_folders(label: str) -> list[Path]:
-    """Make the run's cgroups and return them, one per hierarchy."""
+    """The run's cgroup in each hierarchy."""
+    return [base / label for base in hierarchies().bases()]
+
+
+def make_run(label: str) -> None:
+    """Make the run's cgroups and pass the controllers of v2 down to them."""
     host = hierarchies()
-    folders = [base / label for base in host.bases()]
-    for folder in folders:
+    for folder in run_folders(label):
         folder.mkdir(parents=True, exist_ok=True)
-    if host.unified and host.v2_controllers:
-        enable = " ".join(f"+{name}" for name in sorted(host.v2_controllers))
-        for folder in (host.unified, host.unified / ROOT, host.unified / ROOT / label):
-            with contextlib.suppress(OSError):  # a container host may not delegate them: then without limits
-                (folder / "cgroup.subtree_control").write_text(enable)
-    return folders
+    if host.unified:
+        for name in sorted(host.delegable):
+            for folder in (host.unified, host.unified / ROOT, host.unified / ROOT / label):
+                # a host that is itself a container may refuse: then there is no limit, and `belayer doctor` says so
+                with contextlib.suppress(OSError):
+                    (folder / "cgroup.subtree_control").write_text(f"+{name}")
 
 
 class SandboxCgroup:
     """The cgroups of one sandbox generation."""
 
-    def __init__(self, run: list[Path], name: str) -> None:
-        self.folders = [folder / name for folder in run]
+    def __init__(self, label: str, name: str) -> None:
+        self.folders = [folder / name for folder in run_folders(label)]
+
+    def make(self, *, memory_bytes: int, pids: int) -> None:
+        """Create them, with limits where this host has the controllers."""
         for folder in self.folders:
             folder.mkdir(exist_ok=True)
-
-    def limit(self, memory_bytes: int, pids: int) -> list[str]:
-        """Set the limits; returns the names of those that this host cannot give."""
-        missing = []
-        for what, files, value in (
-            ("memory", ("memory.limit_in_bytes", "memory.max"), memory_bytes),
-            ("pids", ("pids.max",), pids),
-        ):
-            for folder in self.folders:
-                target = next((folder / name for name in files if (folder / name).exists()), None)
-                if target is not None:
-                    target.write_text(str(value))
-                    break
-            else:
-                missing.append(what)
-        return missing
+            for name, value in (
+                ("memory.limit_in_bytes", memory_bytes),
+                ("memory.memsw.limit_in_bytes", memory_bytes),  # v1; must follow the line above
+                ("memory.max", memory_bytes),
+                ("memory.swap.max", 0),
+                ("pids.max", pids),
+            ):
+                # absent: another hierarchy's file, or a kernel that does not count swap
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    fd = os.open(folder / name, os.O_WRONLY)
+                    try:
+                        os.write(fd, str(value).encode())
+                    finally:
+                        os.close(fd)
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed here for lack of memory."""
@@ -112,6 +125,14 @@ class SandboxCgroup:
                             return int(line.split()[1])
         return 0
 
+    def memory_bytes(self) -> int:
+        """Memory charged to the sandbox, file cache included; 0 where this host does not count it."""
+        for folder in self.folders:
+            for name in ("memory.usage_in_bytes", "memory.current"):
+                with contextlib.suppress(OSError, ValueError):
+                    return int((folder / name).read_text())
+        return 0
+
     def pids(self) -> list[int]:
         """Processes inside, as the host numbers them."""
         for folder in self.folders:
@@ -120,11 +141,11 @@ class SandboxCgroup:
         return []
 
     def kill(self, timeout_s: float = 5.0) -> bool:
-        """SIGKILL everything inside and wait until it is gone. True when nothing is left."""
+        """SIGKILL everything inside and wait until it is gone. True when nothing is left. Blocking."""
         return kill_below(self.folders, timeout_s)
 
     def remove(self) -> None:
-        """Remove the (empty) cgroups."""
+        """Remove the (empty) cgroups. Blocking."""
         for folder in self.folders:
             remove_folder(folder)
 
@@ -134,26 +155,29 @@ def kill_below(folders: list[Path], timeout_s: float = 5.0) -> bool:
     deadline = time.monotonic() + timeout_s
     pause = 0.0005
     while True:
-        left = False
-        for folder in folders:
-            for place in _below(folder):
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError, OSError):
-                    pids = (place / "cgroup.procs").read_text().split()
-                    if not pids:
-                        continue
-                    left = True
-                    try:
-                        (place / "cgroup.kill").write_text("1")
-                    except OSError:
-                        for pid in pids:
-                            with contextlib.suppress(ProcessLookupError):
-                                os.kill(int(pid), 9)
+        left = [place for folder in folders for place in _below(folder) if _kill_once(place)]
         if not left:
             return True
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
         pause = min(pause * 2, 0.01)
+
+
+def _kill_once(place: Path) -> bool:
+    """Kill what is directly in one cgroup; was there anything?"""
+    try:
+        pids = (place / "cgroup.procs").read_text().split()
+    except OSError:
+        return False
+    if pids:
+        try:
+            (place / "cgroup.kill").write_text("1")
+        except OSError:  # v1, or a kernel before 5.14
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), 9)
+    return bool(pids)
 
 
 def remove_folder(folder: Path, timeout_s: float = 2.0) -> None:

@@ -1,48 +1,72 @@
-"""Fingerprint of a sandbox's system folders, seen from the host: has somebody damaged it from outside?
+"""Was a sandbox damaged from outside? A look at its system folders from the host, below a millisecond.
 
-Legitimate work changes these folders all the time (a package install running in the background), so only what cannot be
-work is damage: a folder that is missing or was replaced by another, or that lost more than half of its entries.
+Every folder below /usr, /etc and the like is watched, as far as the image has it. A folder that is missing, was
+replaced or lost an entry counts as damage; growth never does, since that is what installing software looks like. So the
+first deletion of an `rm -rf` is seen, before a command can observe half of a system and be believed. The price: a
+command that itself deletes something there looks like damage once (its caller does it again from the state before,
+sees the same, and calls `accept`).
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from functools import lru_cache
 from pathlib import Path
 
-_FOLDERS = (
-    "", "bin", "sbin", "lib", "lib64", "usr", "usr/bin", "usr/sbin", "usr/lib", "etc", "dev", "proc", "run", "root", "tmp",
-)  # fmt: skip
+_DEEP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "dev")
+_FLAT = ("", "proc", "root", "run", "tmp", "var", "home", "opt", "srv")  # only that they are there
+_CHURN = frozenset({"dev/shm", "dev/pts"})
+_MOST = 700  # folders; the ones nearest to the top are kept
 
+# path → (type, inode, size); the size of a btrfs folder is twice the length of all names in it
 Fingerprint = dict[str, tuple[int, int, int]]
 
 
-def fingerprint(root: Path) -> Fingerprint:
-    """Type, inode and size of each system folder. Never follows a symbolic link that the sandbox made."""
+@lru_cache(maxsize=64)
+def folders_to_watch(image: Path, digest: str) -> tuple[str, ...]:
+    """Paths to watch in every sandbox of this image, parents before children. `digest` names the image's content."""
+    found = [name for name in (*_FLAT, *_DEEP) if os.path.lexists(image / name)]
+    level = [name for name in _DEEP if (image / name).is_dir() and not (image / name).is_symlink()]
+    while level and len(found) < _MOST:
+        below = []
+        for folder in level:
+            with os.scandir(image / folder) as entries:
+                below += [f"{folder}/{entry.name}" for entry in entries if entry.is_dir(follow_symlinks=False)]
+        level = sorted(path for path in below if path not in _CHURN)
+        found += level
+    return tuple(found[:_MOST])
+
+
+def fingerprint(root: Path, paths: tuple[str, ...]) -> Fingerprint:
+    """Type, inode and size of each path that is there. Never looks through a link that the sandbox made."""
     found: Fingerprint = {}
-    for name in _FOLDERS:
-        parent = name.rpartition("/")[0]
+    top = f"{root}/"
+    for path in paths:
+        parent = path.rpartition("/")[0]
         if parent and (parent not in found or found[parent][0] != stat.S_IFDIR):
             continue
         try:
-            st = os.lstat(root / name)
+            status = os.lstat(top + path)
         except OSError:
             continue
-        found[name] = (stat.S_IFMT(st.st_mode), st.st_ino, st.st_size)
+        size = status.st_size if path.partition("/")[0] in _DEEP else 0
+        found[path] = (stat.S_IFMT(status.st_mode), status.st_ino, size)
     return found
 
 
 def damage(before: Fingerprint, now: Fingerprint) -> str | None:
     """What is wrong now, in a few words, or None."""
     wrong = []
-    for name, (kind, inode, size) in before.items():
-        place = f"/{name}"
-        if name not in now:
-            wrong.append(f"{place} is gone")
-        elif now[name][:2] != (kind, inode):
-            wrong.append(f"{place} was replaced")
-        elif kind == stat.S_IFDIR and now[name][2] * 2 < size:
-            wrong.append(f"{place} was emptied")
+    for path, (kind, inode, size) in before.items():
+        if path not in now:
+            wrong.append(f"/{path} is gone")
+        elif now[path][:2] != (kind, inode):
+            wrong.append(f"/{path} was replaced")
+        elif kind == stat.S_IFDIR and now[path][2] < size:
+            wrong.append(f"/{path} lost entries")
     if not wrong:
         return None
-    return "system folders were damaged: " + ", ".join(wrong[:4]) + (" …" if len(wrong) > 4 else "")
+    return (
+        f"system folders were damaged: {', '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}"
+    )

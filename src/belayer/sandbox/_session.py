@@ -36,9 +36,9 @@ _STALE, _BUSY = 1, 2
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one command did. A non-zero exit, a timeout or an out-of-memory kill is a result, not an error.
 
-    `exit_code` is None when a signal ended the command (then `signal` is its number) or the timeout did. `dropped` bytes
-    of output beyond the limit were thrown away (`truncated`). `shell_ended` says that the persistent shell itself ended,
-    so that the next command meets a fresh one.
+    `exit_code` is None when a signal ended the command (then `signal` is its number) or the timeout did. `dropped`
+    bytes of output beyond the limit were thrown away (`truncated`). `shell_ended` says that the persistent shell itself
+    ended, so that the next command meets a fresh one.
     """
 
     exit_code: int | None
@@ -120,7 +120,14 @@ class Session:
         return await self._run(b"X", b"".join(parts), stdin, timeout_s + grace_s)
 
     async def shell(
-        self, command: str, *, timeout_s: float, grace_s: float, limit: int, fence: Fence | None = None, quiet_s: float = 0.0
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        grace_s: float,
+        limit: int,
+        fence: Fence | None = None,
+        quiet_s: float = 0.0,
     ) -> ExecResult:
         """Run a command in the persistent shell."""
         if "\0" in command:

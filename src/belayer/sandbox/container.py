@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
+import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,13 +15,15 @@ from typing import TYPE_CHECKING
 from belayer.checkpoint.manifest import Manifest
 from belayer.errors import SandboxError, SandboxLost, StaleSandbox
 from belayer.sandbox import _health
-from belayer.sandbox._cgroup import SandboxCgroup
+from belayer.sandbox._place import Place
 from belayer.sandbox._session import DEFAULT_ENV, ExecResult, Fence, InitState, Session
+from belayer.sandbox.images import Image
 
 if TYPE_CHECKING:
     from belayer.sandbox.manager import Sandboxes
 
 GRACE_S = 5.0  # silence past a command's own timeout after which the sandbox counts as lost
+HEALTH_TIMEOUT_S = 2.0
 FILE_TIMEOUT_S = 60.0
 FILE_LIMIT = 1 << 30
 
@@ -35,40 +40,45 @@ class Sandbox:
         manager: Sandboxes,
         name: str,
         *,
-        generation: int,
-        attempt: int,
+        place: Place,
         init_pid: int,
-        root: Path,
-        work: Path,
-        cgroup: SandboxCgroup,
         session: Session,
-        image: str,
-        image_digest: str,
+        image: Image,
+        attempt: int,
         parent: str | None,
     ) -> None:
         self.name = name
-        self.generation = generation
+        self.generation = place.generation
         self.attempt = attempt
         self.init_pid = init_pid
-        self.root = root
+        self.root = place.root
         self.image = image
-        self.image_digest = image_digest
         self.parent = parent
-        self.dead = False
+        self.session = session
         self.stale = False
         self._manager = manager
         self._config = manager.config
-        self._work = work
-        self._cgroup = cgroup
-        self._session = session
+        self._place = place
+        self._why = ""
         self._callbacks: list[Callable[[], None]] = []
         self._gate = _Gate()
         self._shell_turn = asyncio.Lock()
         self._oom_kills = 0
-        self._baseline = _health.fingerprint(root)
+        self._watched = _health.folders_to_watch(image.path if image.path.is_dir() else place.root, image.digest)
+        self._baseline = _health.fingerprint(self.root, self._watched)
         self._loop = asyncio.get_running_loop()
+        self._ended = False
         self._pidfd = os.pidfd_open(init_pid)
         self._loop.add_reader(self._pidfd, self._init_ended)
+
+    @property
+    def dead(self) -> bool:
+        """Has its init ended, or is this handle of the past? Asks the kernel, so it is true before any callback ran."""
+        if self._ended or self.stale or self._pidfd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def __repr__(self) -> str:
         state = "stale" if self.stale else "dead" if self.dead else "running"
@@ -97,7 +107,7 @@ class Sandbox:
         if not argv:
             raise ValueError("an empty command")
         async with self._in_use():
-            result = await self._session.exec(
+            result = await self.session.exec(
                 argv,
                 cwd=cwd or "/root",
                 env={**DEFAULT_ENV, **(env or {})},
@@ -119,7 +129,7 @@ class Sandbox:
         Ctrl-C and keeps the shell's state where bash lets itself be interrupted.
         """
         async with self._in_use(), self._shell_turn:
-            result = await self._session.shell(
+            result = await self.session.shell(
                 command,
                 timeout_s=timeout_s or self._config.exec_timeout_s,
                 grace_s=GRACE_S,
@@ -164,7 +174,7 @@ class Sandbox:
         if not path.startswith("/"):
             path = f"/root/{path}"
         async with self._in_use():
-            result = await self._session.exec(
+            result = await self.session.exec(
                 [action, path, *more],
                 cwd="/",
                 env={},
@@ -186,12 +196,12 @@ class Sandbox:
     ) -> Manifest:
         """Capture file system and processes at one instant and publish the manifest.
 
-        Waits for running commands to end and holds new ones back meanwhile. Raises `CheckpointRefused` (the state cannot
-        be captured), `StorageFull`, `SandboxLost`; the sandbox runs on and earlier checkpoints are kept.
+        Waits for running commands to end and holds new ones back meanwhile. Raises `CheckpointRefused` (the state
+        cannot be captured) and `StorageFull`: the sandbox runs on and earlier checkpoints are kept; `SandboxLost`.
         """
         async with self._gate.exclusive():
             self._check()
-            return await self._manager._checkpoint(
+            return await self._manager.checkpoints.capture(
                 self, action=action, context_hash=context_hash, rollout=rollout, attempt=attempt
             )
 
@@ -206,7 +216,7 @@ class Sandbox:
     # -- life ----------------------------------------------------------------------------------------------------------
     def on_death(self, callback: Callable[[], None]) -> None:
         """Call `callback` once when the container's init ends; at once if it has ended already."""
-        if self.dead:
+        if self._ended:
             self._loop.call_soon(callback)
         else:
             self._callbacks.append(callback)
@@ -215,42 +225,63 @@ class Sandbox:
         """None, or what is wrong: init dead, not answering, or system folders damaged since the last good look."""
         async with self._gate.shared():
             if self.dead and not self.stale:
-                return "the sandbox's init died"
+                return self._why or "the sandbox's init died"
             self._check()
-            now = _health.fingerprint(self.root)
+            now = _health.fingerprint(self.root, self._watched)
             wrong = _health.damage(self._baseline, now)
             if wrong:
                 return wrong
             try:
-                await self._session.ping(timeout_s=1.0)
+                await self.session.ping(timeout_s=HEALTH_TIMEOUT_S)
             except SandboxLost as error:
+                # it may wake up again, but its caller is told now that it is lost: so it has to be
+                self.condemn(error.what)
                 return error.what
             self._baseline = now
             return None
 
     def accept(self) -> None:
         """Take the system folders as they are now for good: it was the agent's own command that changed them."""
-        self._baseline = _health.fingerprint(self.root)
+        self._baseline = _health.fingerprint(self.root, self._watched)
+
+    def condemn(self, why: str) -> None:
+        """Give it up because it cannot be trusted any more: kill it; whoever watches it hears of a death."""
+        self._why = self._why or why
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def state(self) -> InitState:
         """What the init says of itself."""
         async with self._in_use():
-            return await self._session.ping()
+            return await self.session.ping()
 
     async def close(self) -> None:
         """Kill the container and remove everything of it; its checkpoints stay."""
-        await self._manager._retire(self)
+        await self._manager.retire(self)
 
     def processes(self) -> list[int]:
         """Host pids of everything that runs in this container."""
-        return self._cgroup.pids()
+        return self._place.cgroup.pids()
+
+    def resident_bytes(self) -> int:
+        """Memory of all its processes; what they share is counted more than once."""
+        total = 0
+        for pid in self.processes():
+            with contextlib.suppress(OSError, IndexError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return total
 
     # -- inside --------------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def _in_use(self) -> AsyncIterator[None]:
         async with self._gate.shared():
             self._check()
-            yield
+            try:
+                yield
+            except SandboxLost as error:
+                self.condemn(error.what)
+                raise
 
     def _check(self) -> None:
         if self.stale:
@@ -259,12 +290,13 @@ class Sandbox:
                 next_step="use the handle that the restore returned",
             )
         if self.dead:
-            raise SandboxLost(f"the init of sandbox {self.name} has died", next_step="restore it")
+            why = self._why or "its init has died"
+            raise SandboxLost(f"sandbox {self.name} is lost: {why}", next_step="restore it from a checkpoint")
 
     def _note_oom(self, result: ExecResult) -> ExecResult:
         if result.signal != 9 and result.exit_code != 137:
             return result
-        kills = self._cgroup.oom_kills()
+        kills = self._place.cgroup.oom_kills()
         if kills <= self._oom_kills:
             return result
         self._oom_kills = kills
@@ -273,7 +305,7 @@ class Sandbox:
 
     def _init_ended(self) -> None:
         self._stop_watching()
-        self.dead = True
+        self._ended = True
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -284,13 +316,13 @@ class Sandbox:
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def _end(self) -> None:
-        """Make the handle stale and close what it holds in this process."""
+    def end(self) -> Place:
+        """Make this handle stale and let go of what it holds in this process. For the manager."""
         self.stale = True
-        self.dead = True
         self._callbacks.clear()
         self._stop_watching()
-        self._session.close()
+        self.session.close()
+        return self._place
 
 
 class _Gate:
@@ -319,4 +351,3 @@ class _Gate:
         async with self._alone:
             await self._empty.wait()
             yield
-

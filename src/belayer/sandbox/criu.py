@@ -52,7 +52,7 @@ def find_criu() -> Path:
 def criu_version(program: Path) -> tuple[int, ...]:
     """(major, minor, …) of `program`, or () if it does not say."""
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10)
+        done = subprocess.run([program, "--version"], check=False, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ()
     found = re.search(r"Version: ([0-9.]+)", done.stdout)
@@ -72,7 +72,7 @@ async def dump(
 
     `while_frozen` is awaited when the images are complete and every process is still frozen; if it raises, the
     processes go on, the dump counts as failed and the exception passes. Returns seconds: `dump_s`, `frozen_s`, `fs_s`.
-    Raises `CheckpointRefused` with CRIU's own reason.
+    Raises `CheckpointRefused` with CRIU's own reason, and `TimeoutError`: the processes are then in an unknown state.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
@@ -80,7 +80,8 @@ async def dump(
     begun = time.perf_counter()
     fs_s = 0.0
     failure: BaseException | None = None
-    helper = asyncio.create_task(keeper.run([str(find_criu()), "swrk", "10"], fds=(theirs.fileno(),), deadline_s=timeout_s))
+    command = [str(find_criu()), "swrk", "10"]
+    helper = asyncio.create_task(keeper.run(command, fds=(theirs.fileno(),), deadline_s=timeout_s))
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.sleep(0)  # the helper's request takes its own copy of the descriptor
@@ -93,7 +94,8 @@ async def dump(
                 answer = decode(data)
                 if answer.get(1) != _NOTIFY:
                     break
-                script = decode(answer[5]).get(1, b"") if isinstance(answer.get(5), bytes) else b""
+                notice = answer.get(5)
+                script = decode(notice).get(1) if isinstance(notice, bytes) else None
                 if script == b"post-dump":
                     at = time.perf_counter()
                     try:
@@ -115,7 +117,7 @@ async def dump(
         frozen_s = (stats.get(1, 0) + stats.get(2, 0)) / 1e6  # freezing_time, frozen_time in µs
         return {"dump_s": ended - begun - fs_s, "frozen_s": max(frozen_s, fs_s), "fs_s": fs_s}
     except TimeoutError:
-        raise CheckpointRefused(f"CRIU did not finish the dump within {timeout_s:.0f} s") from None
+        raise TimeoutError(f"CRIU did not finish the dump within {timeout_s:.0f} s") from None
     finally:
         theirs.close()
         ours.close()  # ends `criu swrk`, which lets the processes go on
@@ -144,13 +146,15 @@ async def restore(
     # fd[10]: the fresh network namespace, opened by the helper
     command += ["--", str(find_criu()), "restore", "-d", "-D", str(images), "-W", str(work), "-o", "restore.log", "-v1"]
     command += ["--root", str(root), "--pidfile", str(pid_file), "--manage-cgroups=ignore", "--network-lock", "skip"]
-    command += ["--external", f"mnt[agent]:{agent}", "--inherit-fd", "fd[10]:extnet", "--tcp-established", "--file-locks"]
+    command += ["--external", f"mnt[agent]:{agent}", "--inherit-fd", "fd[10]:extnet"]
+    command += ["--tcp-established", "--file-locks"]
     try:
         code, output = await keeper.run(command, deadline_s=timeout_s)
     except TimeoutError:
         raise RestoreFailed(f"CRIU did not finish the restore within {timeout_s:.0f} s") from None
     if code:
-        raise RestoreFailed(f"CRIU cannot restore the images in {images} (exit {code}){_reason(work / 'restore.log', output)}")
+        why = _reason(work / "restore.log", output)
+        raise RestoreFailed(f"CRIU cannot restore the images in {images} (exit {code}){why}")
     return int(pid_file.read_text())
 
 

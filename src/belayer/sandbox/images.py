@@ -56,7 +56,9 @@ def find(store: Store, name: str) -> Image:
     info = read_info(store, name)
     if info is None or not path.is_dir() or "/" in name:
         known = ", ".join(names(store)) or "none"
-        raise ImageError(f"there is no sandbox image {name!r} in the store (there: {known})", next_step="run `make setup`")
+        raise ImageError(
+            f"there is no sandbox image {name!r} in the store (there: {known})", next_step="run `make setup`"
+        )
     return Image(name, info.digest, path)
 
 
@@ -92,7 +94,7 @@ def build_base(store: Store, name: str = "base", progress: Callable[[str], None]
         command = ["mmdebstrap", "--mode=root", "--variant=extract", f"--include={','.join(BASE_PACKAGES)}", "--quiet"]
         command += ["--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/doc/*"]
         command += ["--dpkgopt=path-exclude=/usr/share/locale/*", "--skip=check/empty", suite, str(root), mirror]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise ImageError(f"mmdebstrap cannot build the image:\n{done.stderr[-1500:]}")
         for folder in ("usr/share/man", "usr/share/doc", "usr/share/locale", "var/lib/apt", "var/cache/apt"):
@@ -112,7 +114,9 @@ def import_directory(store: Store, name: str, folder: Path) -> ImageInfo:
     if not any((folder / place).exists() or (folder / place).is_symlink() for place in ("bin/sh", "usr/bin/sh")):
         raise ImageError(f"{folder} is not a root file system: it has no /bin/sh")
     with _new_image(store, name, source=str(folder)) as root:
-        done = subprocess.run(["cp", "-a", "--reflink=auto", f"{folder}/.", str(root)], capture_output=True, text=True)
+        done = subprocess.run(
+            ["cp", "-a", "--reflink=auto", f"{folder}/.", str(root)], check=False, capture_output=True, text=True
+        )
         if done.returncode:
             raise ImageError(f"{folder} cannot be copied: {done.stderr.strip()[-500:]}")
     info = read_info(store, name)
@@ -142,7 +146,14 @@ def _new_image(store: Store, name: str, *, source: str) -> Iterator[Path]:
 
 def _prepare(root: Path) -> None:
     """What every image needs to be a container: mount points, devices, temporary folders."""
-    for name, mode in (("proc", 0o555), ("dev", 0o755), ("run", 0o755), ("root", 0o700), ("tmp", 0o1777), ("etc", 0o755)):
+    for name, mode in (
+        ("proc", 0o555),
+        ("dev", 0o755),
+        ("run", 0o755),
+        ("root", 0o700),
+        ("tmp", 0o1777),
+        ("etc", 0o755),
+    ):
         _folder(root / name, mode)
     # /dev stays on the root file system: a tmpfs would cost the dump an extra tar process
     for name, mode in (("pts", 0o755), ("shm", 0o1777)):
@@ -174,7 +185,9 @@ def _configure_unpacked(root: Path) -> None:
     """What package scripts would have done: the packages are unpacked but their scripts did not run."""
     etc = root / "etc"
     etc.mkdir(exist_ok=True)
-    (etc / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n")
+    (etc / "passwd").write_text(
+        "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    )
     (etc / "group").write_text("root:x:0:\ntty:x:5:\nnogroup:x:65534:\n")
     (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
     (etc / "hostname").write_text("sandbox\n")

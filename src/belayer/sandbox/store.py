@@ -2,7 +2,7 @@
 
     images/<name>                 read-only subvolume, with <name>.json beside it
     runs/<label>/<sandbox>-<g>    writable root of generation g; gone with the run
-    runs-data/<run id>/<id>       read-only snapshot of a checkpoint; outlives the process, goes with the run's directory
+    runs-data/<run id>/<id>       read-only snapshot of a checkpoint; outlives the process, goes with the run
 
 Where the configured folder is on btrfs, the tree is in that folder. Otherwise it is in a sparse file there, mounted
 below /run/belayer while at least one process uses it. Users hold a shared lock (`users.lock`); mounting and unmounting
@@ -184,7 +184,7 @@ def _make_file(file: Path, size: int) -> None:
         with open(fresh, "wb") as handle:
             handle.truncate(size)
         command = [program, "-q", "-f", "-m", "single", "-d", "single", "-L", "belayer", str(fresh)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise SandboxUnavailable(f"no btrfs file system could be made in {file}: {done.stderr.strip()}")
         os.replace(fresh, file)
@@ -207,7 +207,9 @@ def _locked(path: Path, timeout_s: float = 30.0):
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise SandboxUnavailable(f"{path} has been locked by another process for {timeout_s:.0f} s") from None
+                    raise SandboxUnavailable(
+                        f"{path} has been locked by another process for {timeout_s:.0f} s"
+                    ) from None
                 time.sleep(0.01)
         yield
     finally:

@@ -1,0 +1,82 @@
+"""Where one generation of a sandbox lives on the host: its root, its agent folder, its cgroups, its working folder."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+from belayer.config import SandboxConfig
+from belayer.ownership import RunLabel
+from belayer.sandbox import _btrfs, _cgroup
+from belayer.sandbox.store import Store, remove_tree, storage_errors
+
+
+class Places:
+    """Makes the places of one run."""
+
+    def __init__(self, store: Store, label: RunLabel, config: SandboxConfig, program: Path) -> None:
+        self.roots = store.root / "runs" / label.name
+        self.label = label
+        self._config = config
+        self.roots.mkdir(exist_ok=True)
+        # one copy per run on the store's own file system: each sandbox gets a clone of it, which costs no data
+        self._init = self.roots / "init"
+        shutil.copy(program, self._init)
+
+    def prepare(self, name: str, generation: int, source: Path) -> Place:
+        """The place of a new generation whose root starts as the subvolume `source`. Blocking, a few milliseconds.
+
+        Raises `StorageFull`.
+        """
+        place = Place(self.roots, f"{safe_name(name)}-{generation}", self.label, generation)
+        try:
+            with storage_errors(f"no room for a root of sandbox {name}"):
+                _btrfs.snapshot(source, place.root)
+                place.agent.mkdir()
+                _btrfs.clone_file(self._init, place.agent / "init", 0o755)
+            place.work.mkdir(parents=True)
+            place.cgroup.make(memory_bytes=self._config.memory_bytes, pids=self._config.pids)
+        except BaseException:
+            place.remove()
+            raise
+        return place
+
+    def remove(self) -> None:
+        """Remove what is left of the run. Every container must be dead."""
+        for folder in _cgroup.run_folders(self.label.name):
+            _cgroup.remove_folder(folder)
+        if self.roots.is_dir():
+            remove_tree(self.roots)
+
+
+class Place:
+    """One generation's folders. `root` and `agent` are in the store: who fills them fills only the store."""
+
+    def __init__(self, roots: Path, key: str, label: RunLabel, generation: int) -> None:
+        self.root = roots / key
+        self.agent = roots / f"{key}.agent"
+        self.work = label.dir / key
+        self.generation = generation
+        self.cgroup = _cgroup.SandboxCgroup(label.name, key)
+
+    def protect_agent(self) -> None:
+        """From now on the container can neither remove its socket nor replace its init."""
+        _btrfs.set_immutable(self.agent / "init", True)
+        _btrfs.set_immutable(self.agent, True)
+
+    def remove(self) -> None:
+        """Kill what runs here and delete everything. Safe to call again. Blocking."""
+        self.cgroup.kill()
+        self.cgroup.remove()
+        shutil.rmtree(self.work, ignore_errors=True)
+        for folder in (self.agent, self.root):
+            if folder.is_dir():
+                remove_tree(folder)
+
+
+def safe_name(name: str) -> str:
+    """`name` as one part of a path; two names never become the same."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".")[:80]
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
