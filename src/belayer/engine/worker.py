@@ -12,7 +12,9 @@ goes on serving.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import resource
 import select
 import signal
 import socket
@@ -67,6 +69,7 @@ class Worker:
         sys.modules.setdefault("torchcodec", None)  # pyright: ignore[reportArgumentType]
         from belayer.engine import _vllm_weights, _vllm_worker
 
+        _die_of_crashes()
         self._phases["import_s"] = time.monotonic() - began
         weights = _vllm_weights.OwnedWeights(fill=self._spec.fill, batch_invariant=self._spec.batch_invariant)
         weights.attach = self._attach
@@ -194,6 +197,21 @@ class Worker:
 
     def _send(self, message: FromWorker) -> None:
         self._channel.sendall(pack(message))
+
+
+def _die_of_crashes() -> None:
+    """Undo crash handlers that imported libraries installed: one of them keeps a crashed process alive, stuck.
+
+    A traceback of every thread goes to the log instead, and the process ends by the signal, at once. It leaves no core
+    file: writing one, arena included, would delay the detection by seconds. (1 and not 0: the kernel heeds only that
+    where cores go to a pipe.)
+    """
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable()
+    _soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    small = 0 if hard == 0 else 1
+    resource.setrlimit(resource.RLIMIT_CORE, (small, small))
 
 
 def main(argv: list[str]) -> None:
