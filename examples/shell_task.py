@@ -15,6 +15,7 @@ so the later commands act on other files and the reward is another one.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -35,10 +36,12 @@ TURNS = 3
 MAX_TOKENS = 12  # of one command, its newline included; the longest useful one has 9
 COMMAND_TIMEOUT_S = 10.0
 
-# How often a warm-start demonstration makes each kind of mistake. They set the reward at which RL starts.
-WRONG_FOLDER = 0.5
-WRONG_FILE = 0.5
-WRONG_LETTER = 0.3
+# The first demonstrations of the warm start are right, which teaches the task quickly; the later ones make mistakes, so
+# that RL has something to improve. How often each kind is made sets the reward at which RL starts.
+CLEAN_DEMONSTRATIONS = 9_000
+WRONG_FOLDER = 0.45
+WRONG_FILE = 0.4
+WRONG_LETTER = 0.2
 WRONG_PLACE = 0.2
 
 
@@ -103,10 +106,10 @@ class ShellTask:
     def warm_start_examples(self, seed: int) -> Iterator[tuple[list[int], list[int]]]:
         """Endless scripted transcripts that contain mistakes: (token ids, mask that is 1 for what the model writes)."""
         source = random.Random(f"warm start {seed}")
-        while True:
+        for number in itertools.count():
             ids: list[int] = []
             mask: list[int] = []
-            for text, by_model in _demonstration(_new_task(source), source):
+            for text, by_model in _demonstration(_new_task(source), source, mistakes=number >= CLEAN_DEMONSTRATIONS):
                 piece = self.tokenizer.encode(text)
                 ids += piece
                 mask += [int(by_model)] * len(piece)
@@ -169,12 +172,17 @@ def _preparation(files: dict[str, str]) -> str:
 _CHECK = f"for d in {' '.join(FOLDERS)}; do [ -f /w/$d/o ] && read -r x </w/$d/o && echo $d=$x; done; true"
 
 
-def _demonstration(task: dict[str, Any], source: random.Random) -> list[tuple[str, bool]]:
+def _demonstration(task: dict[str, Any], source: random.Random, *, mistakes: bool) -> list[tuple[str, bool]]:
     """(text, written by the model) pieces of one transcript."""
-    folder = _or_another(task["folder"], FOLDERS, WRONG_FOLDER, source)
-    file = _or_another(task["file"], FILES, WRONG_FILE, source)
-    operation = _or_another(task["operation"], sorted(OPERATIONS), WRONG_LETTER, source)
-    place = _or_another("o", "os", WRONG_PLACE, source)
+
+    def choose(right: str, choices: Sequence[str], wrong_share: float) -> str:
+        others = [choice for choice in choices if choice != right]
+        return source.choice(others) if mistakes and source.random() < wrong_share else right
+
+    folder = choose(task["folder"], FOLDERS, WRONG_FOLDER)
+    file = choose(task["file"], FILES, WRONG_FILE)
+    operation = choose(task["operation"], sorted(OPERATIONS), WRONG_LETTER)
+    place = choose("o", "os", WRONG_PLACE)
     letter = task["files"][folder + file]
     return [
         (_prompt(task), False),
@@ -184,8 +192,3 @@ def _demonstration(task: dict[str, Any], source: random.Random) -> list[tuple[st
         (f"{letter}\n$ ", False),
         (f"echo {OPERATIONS[operation](letter)}>{place}\n", True),
     ]
-
-
-def _or_another(right: str, choices: Sequence[str], wrong_share: float, source: random.Random) -> str:
-    others = [choice for choice in choices if choice != right]
-    return source.choice(others) if source.random() < wrong_share else right

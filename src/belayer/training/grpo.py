@@ -217,7 +217,7 @@ class _Training:
             max_grad_norm=1.0,
             beta=0.0,  # no reference model
             loss_type="dapo",  # mean over the batch's model tokens
-            scale_rewards="group",
+            scale_rewards="none",  # dividing by the spread of a group of four makes noise as loud as signal
             save_strategy="steps",
             save_steps=1,
             save_total_limit=2,  # the newest, and the one before it while the newest is not whole
