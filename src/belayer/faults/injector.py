@@ -15,7 +15,8 @@ from belayer import events
 from belayer.faults.schedule import Fault
 
 SYSTEM_FOLDERS = ("usr", "bin", "lib", "etc")
-TARGET_DEADLINE_S = 30.0
+TARGET_DEADLINE_S = 60.0
+STANDBY_WAIT_S = 20.0
 
 
 class SandboxTarget(Protocol):
@@ -31,8 +32,9 @@ class FaultInjector:
 
     `progress()` is the share of work done, `worker_pid()` the serving worker (None while there is none),
     `standby()` whether a shadow stands by, `sandboxes()` the living sandboxes with the rollouts
-    they serve, `mine(pid)` whether a process is the run's own. A fault without a target after 30 s is reported as
-    skipped, never counted as injected.
+    they serve, `mine(pid)` whether a process is the run's own. Faults of workers and of sandboxes are two independent
+    sequences. A worker's fault waits for a standby for at most 20 s, then strikes all the same (and costs a cold
+    start). A fault without a target after 60 s is reported as skipped, never counted as injected.
     """
 
     def __init__(
@@ -60,12 +62,18 @@ class FaultInjector:
 
     async def run(self) -> None:
         """Until the plan is done; cancel it to stop early."""
-        while self.pending:
-            fault = self.pending[0]
+        workers = [fault for fault in self.pending if fault.kind.startswith("worker")]
+        others = [fault for fault in self.pending if not fault.kind.startswith("worker")]
+        async with asyncio.TaskGroup() as sequences:
+            sequences.create_task(self._sequence(workers))
+            sequences.create_task(self._sequence(others))
+
+    async def _sequence(self, faults: list[Fault]) -> None:
+        for fault in faults:
             while self._progress() < fault.progress:
                 await asyncio.sleep(0.02)
             await asyncio.sleep(fault.delay_s)
-            self.pending.pop(0)
+            self.pending.remove(fault)
             try:
                 async with asyncio.timeout(TARGET_DEADLINE_S):
                     await (self._hit_worker(fault) if fault.kind.startswith("worker") else self._hit_sandbox(fault))
@@ -74,9 +82,11 @@ class FaultInjector:
 
     async def _hit_worker(self, fault: Fault) -> None:
         number = signal.SIGKILL if fault.kind == "worker.sigkill" else signal.SIGSTOP
+        patience = asyncio.get_running_loop().time() + STANDBY_WAIT_S
         while True:
             pid = self._worker_pid()
-            if pid is not None and self._standby() and self._signal(fault, "worker", pid, number):
+            prepared = self._standby() or asyncio.get_running_loop().time() > patience
+            if pid is not None and prepared and self._signal(fault, "worker", pid, number):
                 return
             await asyncio.sleep(0.02)
 
