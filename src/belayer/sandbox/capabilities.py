@@ -31,6 +31,7 @@ BASE_IMAGE = "base"
 DISK_ROOM = 4 << 30  # below this many free bytes a run of the default size may fill the disk
 SCRATCH_BYTES = 256 << 20  # sparse; mkfs.btrfs refuses less than about 110 MB
 STEP_TIMEOUT_S = 5.0
+TRIAL_MEMORY, TRIAL_PIDS = 64 << 20, 32
 _CAP_SYS_ADMIN = 21
 
 
@@ -97,7 +98,7 @@ async def _try_container(label: RunLabel) -> list[Capability]:
         await trial.close()
     return [
         trial.line("sandbox program", "install gcc and libc6-dev, then scripts/setup.sh"),
-        _cgroups(trial.missing_limits),
+        _cgroups(trial.limits),
         trial.line(
             "namespaces", "a host (or outer container) that lets root make pid, mount, network and ipc namespaces"
         ),
@@ -115,7 +116,7 @@ class _Trial:
     _STEPS = ("sandbox program", "namespaces", "seccomp", "checkpoint and restore (CRIU)")
 
     def __init__(self, label: RunLabel) -> None:
-        self.missing_limits: list[str] | None = None
+        self.limits: set[str] | None = None
         self._label = label
         self._keeper: Keeper | None = None
         self._cgroup: _cgroup.SandboxCgroup | None = None
@@ -141,10 +142,12 @@ class _Trial:
     async def run(self) -> None:
         program = await asyncio.to_thread(native_program)
         self._good["sandbox program"] = program.name
+        _cgroup.make_run(self._label.name)
         folders = _cgroup.run_folders(self._label.name)
         self._keeper = keeper = Keeper.start(program, self._label, cgroups=folders, store=None, on_death=lambda: None)
-        self._cgroup = _cgroup.SandboxCgroup(folders, "probe")
-        self.missing_limits = self._cgroup.limit(64 << 20, 32)
+        self._cgroup = _cgroup.SandboxCgroup(self._label.name, "probe")
+        self._cgroup.make(memory_bytes=TRIAL_MEMORY, pids=TRIAL_PIDS)
+        self.limits = _limits_in_force(self._cgroup.folders)
         self._make_places(program)
         pid = await self._create(keeper)
         self._session = Session(self._agent, "probe")
@@ -244,15 +247,28 @@ def _root() -> Capability:
     return Capability("root", True, "root with CAP_SYS_ADMIN", how, required=True)
 
 
-def _cgroups(missing_limits: list[str] | None) -> Capability:
-    """`missing_limits`: what a trial could not set, None when it was not tried."""
+def _cgroups(limits: set[str] | None) -> Capability:
+    """`limits`: those that the trial found in force, None when it did not come to that."""
     host = _cgroup.hierarchies()
     detail = host.flavour
-    if missing_limits is not None:
-        limits = [name for name in ("memory", "pids") if name not in missing_limits]
-        detail += f"; limits: {', '.join(limits) or 'none'}"
+    if limits is not None:
+        detail += f"; limits: {', '.join(sorted(limits)) or 'none'}"
     how = "mount cgroup2 at /sys/fs/cgroup"
     return Capability("cgroups", bool(host.bases()), detail, how, required=True)
+
+
+def _limits_in_force(folders: list[Path]) -> set[str]:
+    """Which limits of the trial can be read back."""
+    found = set()
+    for folder in folders:
+        for file, kind, value in (
+            ("memory.limit_in_bytes", "memory", TRIAL_MEMORY),
+            ("memory.max", "memory", TRIAL_MEMORY),
+            ("pids.max", "pids", TRIAL_PIDS),
+        ):
+            if (folder / file).exists() and (folder / file).read_text().strip() == str(value):
+                found.add(kind)
+    return found
 
 
 def _store(label: RunLabel) -> tuple[Capability, Capability]:

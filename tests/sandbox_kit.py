@@ -1,0 +1,197 @@
+"""What the sandbox tests share: real sandboxes for the length of a block, and a workload whose state can be checked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from belayer.config import SandboxConfig
+from belayer.ownership import RunLabel, labels
+from belayer.ownership.reap import Leftover, everything_labelled
+from belayer.sandbox import ExecResult, Sandbox, Sandboxes
+
+# holds random bytes in memory and says their checksum, and how often it was asked
+SERVER = """
+import hashlib, http.server, os
+data, asked = os.urandom({size}), 0
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        asked += 1
+        body = f"{{hashlib.sha256(data).hexdigest()}} {{asked}}".encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args):
+        pass
+http.server.HTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
+"""
+# bash alone: starting a Python interpreter for each question would take longer than a restore
+ASK = "exec 9<>/dev/tcp/127.0.0.1/8000 && printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&9 && cat <&9"
+
+
+@asynccontextmanager
+async def sandboxes(checkpoints: Path, label: RunLabel | None = None, **config: Any) -> AsyncIterator[Sandboxes]:
+    """The sandboxes of one run; afterwards nothing with its label may be left on the host."""
+    own = label or RunLabel.new("test")
+    manager = await Sandboxes.open(SandboxConfig(**config), own, checkpoints=checkpoints)
+    try:
+        yield manager
+    finally:
+        await manager.close()
+        left = [thing for thing in everything_labelled() if thing.label == own.name and thing.kind not in OWN_FOLDERS]
+        if label is None:
+            own.close()
+        assert not left, f"left behind by close(): {left}"
+
+
+OWN_FOLDERS = ("shm", "folder")  # of the label itself: gone when the label is closed
+
+
+def labelled(label: str) -> list[Leftover]:
+    return [thing for thing in everything_labelled() if thing.label == label]
+
+
+async def shell(sandbox: Sandbox, command: str, timeout_s: float = 20.0) -> str:
+    """Output of a shell command that must succeed."""
+    result = await sandbox.shell(command, timeout_s=timeout_s)
+    assert result.exit_code == 0, f"{command!r}: {result}"
+    return result.stdout.decode()
+
+
+async def run(sandbox: Sandbox, command: str, timeout_s: float = 20.0) -> str:
+    """Output of a command in a fresh process that must succeed."""
+    result = await sandbox.exec(command, timeout_s=timeout_s)
+    assert result.exit_code == 0, f"{command!r}: {result}"
+    return result.stdout.decode()
+
+
+def kill_init(sandbox: Sandbox) -> None:
+    """SIGKILL of the container's init, as the kernel or an operator would."""
+    os.kill(sandbox.init_pid, signal.SIGKILL)
+
+
+async def died(sandbox: Sandbox, timeout_s: float = 5.0) -> float:
+    """Wait for the death notice; seconds until it came."""
+    begun = time.monotonic()
+    gone = asyncio.Event()
+    sandbox.on_death(gone.set)
+    await asyncio.wait_for(gone.wait(), timeout_s)
+    return time.monotonic() - begun
+
+
+async def eventually(what: str, check: Any, timeout_s: float = 5.0) -> None:
+    """Wait until `check()` (a plain or async function) is true."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = check()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+@dataclass
+class State:
+    """A sandbox with something of everything in it, and the way to see whether all of it is still there."""
+
+    checksum: str
+    asked: int
+    job: str
+    turn: int
+
+    @classmethod
+    async def prepare(cls, sandbox: Sandbox, size: int = 8 << 20) -> State:
+        await sandbox.write("/srv/server.py", SERVER.format(size=size).encode())
+        await shell(
+            sandbox, "mkdir -p '/work/a b' && cd '/work/a b' && export EXPORTED=e; plain='two words'; list=(1 2 3)"
+        )
+        await shell(sandbox, "greet() { echo \"hello $1 from $PWD\"; }; alias ll='ls -l'; umask 027; set -o noclobber")
+        # a job that counts in memory, so that its going on can be told from its being started again
+        await shell(sandbox, "(n=0; while sleep 0.05; do n=$((n+1)); echo $n >| /tmp/count; done) & job=$!")
+        await shell(sandbox, "python3 /srv/server.py & server=$!")
+        await sandbox.write("/work/turn", b"0")
+
+        async def up() -> bool:
+            return (await sandbox.exec(ASK)).exit_code == 0
+
+        await eventually("the server listens", up, 15)
+        body = await ask(sandbox)
+        job = (await shell(sandbox, "echo $job")).strip()
+        return cls(body[0], int(body[1]), job, 0)
+
+    async def advance(self, sandbox: Sandbox) -> None:
+        """Change files, memory and shell state, as an action would."""
+        self.turn += 1
+        await shell(
+            sandbox,
+            f"echo {self.turn} >| /work/turn; counter=$((counter+1)); echo {self.turn} > /work/file-{self.turn}",
+        )
+
+    def copy(self) -> State:
+        return State(self.checksum, self.asked, self.job, self.turn)
+
+    async def check(self, sandbox: Sandbox) -> None:
+        """Every part is as it was when this `State` described the sandbox."""
+        assert await sandbox.read("/work/turn") == str(self.turn).encode() + (b"\n" if self.turn else b"")
+        assert await sandbox.exists(f"/work/file-{self.turn}") == bool(self.turn)
+        assert not await sandbox.exists(f"/work/file-{self.turn + 1}")
+        said = await shell(
+            sandbox, 'echo "$PWD|$EXPORTED|$plain|${list[*]}|$(greet you)|${counter:-0}|$(umask)|$job|$-"'
+        )
+        pwd, exported, plain, items, greeting, counter, umask, job, options = said.strip().split("|")
+        assert (pwd, exported, plain, items) == ("/work/a b", "e", "two words", "1 2 3")
+        assert greeting == "hello you from /work/a b"
+        assert (counter, umask, job) == (str(self.turn), "0027", self.job)
+        assert "C" in options, "noclobber is off"
+        assert "ls -l" in await shell(sandbox, "alias ll")
+        jobs = await shell(sandbox, "jobs")
+        assert jobs.count("Running") == 2, jobs
+        checksum, asked = await ask(sandbox)
+        self.asked += 1
+        assert (checksum, int(asked)) == (self.checksum, self.asked), "the server's memory is not what it was"
+        before = int(await run(sandbox, "cat /tmp/count || echo -1"))
+
+        async def counted() -> bool:
+            text = (await sandbox.read("/tmp/count")).strip()
+            return bool(text) and int(text) > before
+
+        await eventually("the background job goes on", counted)
+
+
+async def ask(sandbox: Sandbox) -> list[str]:
+    """(checksum, number of questions) from the server inside."""
+    answer = await run(sandbox, ASK)
+    head, _, body = answer.partition("\r\n\r\n")
+    assert " 200 " in head.splitlines()[0], answer
+    return body.split()
+
+
+async def processes_like(sandbox: Sandbox, needle: str) -> list[int]:
+    """Host pids inside the sandbox whose command line holds `needle`."""
+    found = []
+    for pid in sandbox.processes():
+        try:
+            if needle.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def no_memory_of(run_id: str) -> bool:
+    return not (labels.SHM_DIR / f"data-{run_id}").exists()
+
+
+def said(result: ExecResult) -> str:
+    return result.stdout.decode(errors="replace").strip()
