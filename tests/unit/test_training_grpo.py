@@ -29,15 +29,19 @@ CONFIG = TrainConfig(
 class Scripted:
     """Trajectories that depend on nothing but (step, group, index), and a log of what the trainer asked for.
 
-    `kill_at` is a call, for instance "publish 2", in which the process kills itself.
+    `kill_at` is a call, for instance "publish 2", in which the process kills itself; `draws` how many numbers a step
+    takes from the global generator, as anything else in a driver may.
     """
 
-    def __init__(self, kill_at: str = "", stop: threading.Event | None = None) -> None:
-        self.kill_at, self.stop = kill_at, stop
+    def __init__(self, kill_at: str = "", draws: int = 0) -> None:
+        self.kill_at, self.draws = kill_at, draws
         self.calls: list[str] = []
 
     def collect(self, step: int, tasks: list[Any], group_size: int) -> list[Trajectory]:
+        import torch
+
         self._called(f"collect {step}")
+        torch.rand(self.draws)
         return [
             trajectory(step, group, index, load_task(CONFIG.task, EXAMPLES))
             for group in range(len(tasks))
@@ -81,7 +85,7 @@ def run(folder: Path, source: Scripted, *, stop_after: int | None = None, steps:
     config = CONFIG.model_copy(update={"steps": steps})
     prepare_model(config, load_task(config.task, EXAMPLES), folder, 1, print, base=EXAMPLES)
     reports: list[StepReport] = []
-    stop = source.stop or threading.Event()
+    stop = threading.Event()
 
     def on_step(report: StepReport) -> None:
         reports.append(report)
@@ -120,14 +124,14 @@ def test_a_training_that_is_killed_and_resumed_ends_with_the_same_bits(
     assert killed.wait(120) == -signal.SIGKILL
     state = newest_state(tmp_path / "killed")
     assert state is not None and (state.step, state.weights_digest) == (2, expected[1])
-    source = Scripted()
+    source = Scripted(draws=3)
     outcome, reports = run(tmp_path / "killed", source, stop_after=3)
     assert (outcome.steps, outcome.stopped) == (3, True)
     assert source.calls[:2] == ["acknowledge 1", "collect 2"], "the step that was saved is acknowledged, not done again"
     assert reports[0].weights_digest == expected[2]
 
     (tmp_path / "killed" / "checkpoint-3" / "complete.json").unlink()  # as a kill in the middle of saving leaves it
-    source = Scripted()
+    source = Scripted(draws=5)
     outcome, reports = run(tmp_path / "killed", source)
     assert source.calls[:2] == ["acknowledge 1", "collect 2"]
     assert [report.weights_digest for report in reports] == expected[2:]
