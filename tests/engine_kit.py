@@ -73,7 +73,7 @@ def engine_config(model: Path, **changes: Any) -> EngineConfig:
         "max_model_len": 512,
         "max_num_seqs": 8,
         "kv_bytes": 32 << 20,
-        "hang_s": 1.0,
+        "hang_s": 1.5,
     }
     return EngineConfig(**(settings | changes))
 
