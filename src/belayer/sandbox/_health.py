@@ -17,7 +17,7 @@ from pathlib import Path
 _DEEP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "dev")
 _FLAT = ("", "proc", "root", "run", "tmp", "var", "home", "opt", "srv")  # only that they are there
 _CHURN = frozenset({"dev/shm", "dev/pts"})
-_MOST = 700  # folders; the ones nearest to the top are kept
+_MOST = 300  # folders; the ones nearest to the top are kept
 
 # path → (type, inode, size); the size of a btrfs folder is twice the length of all names in it
 Fingerprint = dict[str, tuple[int, int, int]]
@@ -41,17 +41,23 @@ def folders_to_watch(image: Path, digest: str) -> tuple[str, ...]:
 def fingerprint(root: Path, paths: tuple[str, ...]) -> Fingerprint:
     """Type, inode and size of each path that is there. Never looks through a link that the sandbox made."""
     found: Fingerprint = {}
-    top = f"{root}/"
-    for path in paths:
-        parent = path.rpartition("/")[0]
-        if parent and (parent not in found or found[parent][0] != stat.S_IFDIR):
-            continue
-        try:
-            status = os.lstat(top + path)
-        except OSError:
-            continue
-        size = status.st_size if path.partition("/")[0] in _DEEP else 0
-        found[path] = (stat.S_IFMT(status.st_mode), status.st_ino, size)
+    try:
+        top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return found
+    try:
+        for path in paths:
+            parent = path.rpartition("/")[0]
+            if parent and (parent not in found or found[parent][0] != stat.S_IFDIR):
+                continue
+            try:
+                status = os.stat(path or ".", dir_fd=top, follow_symlinks=False)
+            except OSError:
+                continue
+            size = status.st_size if path.partition("/")[0] in _DEEP else 0
+            found[path] = (stat.S_IFMT(status.st_mode), status.st_ino, size)
+    finally:
+        os.close(top)
     return found
 
 

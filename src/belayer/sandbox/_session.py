@@ -259,8 +259,11 @@ class _Connection:
 
     async def drain(self) -> None:
         """Read to the end: the init has then closed its side, and nothing of ours is left in the container."""
-        while await self._loop.sock_recv(self._sock, 4096):
-            pass
+        try:
+            while await self._loop.sock_recv(self._sock, 4096):
+                pass
+        except ConnectionResetError:
+            pass  # closed too, with input of ours unread: the command had ended without it
 
     def close(self) -> None:
         self._sock.close()

@@ -109,7 +109,7 @@ class Sandbox:
         async with self._in_use():
             result = await self.session.exec(
                 argv,
-                cwd=cwd or "/root",
+                cwd=cwd or "",  # the init's default: /root, or / if that is gone
                 env={**DEFAULT_ENV, **(env or {})},
                 timeout_s=timeout_s or self._config.exec_timeout_s,
                 grace_s=GRACE_S,

@@ -116,8 +116,9 @@ class Sandboxes:
         """
         found = images.find(self.store, image or self.config.image)
         async with self._lock(name):
-            place = await self._clear(name, found.path)
+            place = await self._place(name, found.path)
             try:
+                await self._retire_name(name)
                 command = [str(self._keeper.program), "create", "--root", str(place.root), "--agent", str(place.agent)]
                 command += ["--hostname", HOSTNAME]
                 for folder in place.cgroup.folders:
@@ -141,9 +142,15 @@ class Sandboxes:
         """
         manifest = self.checkpoints.load(checkpoint_id)
         async with self._lock(name):
-            folder = await asyncio.to_thread(self.checkpoints.verify, manifest)
-            place = await self._clear(name, self.checkpoints.data.snapshots / manifest.id)
+            # reading the images takes as long as making the root: side by side
+            checked = asyncio.create_task(asyncio.to_thread(self.checkpoints.verify, manifest))
             try:
+                place = await self._place(name, self.checkpoints.data.snapshots / manifest.id)
+            finally:
+                await asyncio.wait([checked])
+            try:
+                folder = checked.result()
+                await self._retire_name(name)
                 pid = await criu.restore(
                     self._keeper,
                     images=folder,
@@ -225,12 +232,11 @@ class Sandboxes:
         self._chore(place.remove)
 
     # -- inside --------------------------------------------------------------------------------------------------------
-    async def _clear(self, name: str, source: Path) -> Place:
-        """Retire what runs under `name`, and make the place of its next generation."""
+    async def _place(self, name: str, source: Path) -> Place:
+        """Make the place of the next generation of `name`."""
         if self._closed:
             raise SandboxError("this run's sandboxes are closed")
-        await self._retire_name(name)
-        if len(self._sandboxes) >= self.config.max_running:
+        if len(self._sandboxes.keys() - {name}) >= self.config.max_running:
             raise SandboxUnavailable(
                 f"sandbox {name}: {len(self._sandboxes)} are running already", next_step="raise sandbox.max_running"
             )

@@ -78,7 +78,9 @@ static void run(const struct command *c) {
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
     for (int s = 1; s < 32; s++) signal(s, SIG_DFL);
-    if (chdir(c->cwd)) {
+    if (!*c->cwd) { /* the default; a command that deleted its home must still be able to run the next one */
+        if (chdir("/root") && chdir("/")) _exit(126);
+    } else if (chdir(c->cwd)) {
         dprintf(2, "%s: %s\n", c->cwd, strerror(errno));
         _exit(126);
     }

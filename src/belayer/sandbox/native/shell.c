@@ -4,6 +4,8 @@
  * command's output can be mistaken for the end of a command. The driver runs as PROMPT_COMMAND of an interactive bash:
  * after an interruption (SIGINT) bash drops what it ran, keeps its state, and comes back to the driver.
  *
+ * Commands read from /dev/null: one that asks for input must fail at once and not wait for its timeout.
+ *
  * When the exit code arrives, output may still be on its way through the terminal. Init then writes a fresh random token
  * to the terminal itself, behind everything the command wrote, and reads up to it.
  */
@@ -36,7 +38,7 @@ static const char driver[] =
     "_bly_status() { return \"$1\"; }; "
     "printf '%s %d\\n' \"${_BLY_N-}\" \"$_BLY_S\" >&199; "
     "while :; do while IFS= read -r -d '' -u 198 _BLY_N && IFS= read -r -d '' -u 198 _BLY_C; do "
-    "_bly_status \"$_BLY_S\"; eval \"$_BLY_C\" 198<&- 199>&-; _BLY_S=$?; "
+    "_bly_status \"$_BLY_S\"; eval \"$_BLY_C\" </dev/null 198<&- 199>&-; _BLY_S=$?; "
     "printf '%s %d\\n' \"$_BLY_N\" \"$_BLY_S\" >&199; "
     "done; _BLY_S=0; printf '%s 0\\n' \"$_BLY_N\" >&199; done";
 
