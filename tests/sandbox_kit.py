@@ -47,17 +47,41 @@ async def sandboxes(checkpoints: Path, label: RunLabel | None = None, **config: 
         yield manager
     finally:
         await manager.close()
-        left = [thing for thing in everything_labelled() if thing.label == own.name and thing.kind not in OWN_FOLDERS]
+        left = [thing for thing in labelled(own.name) if thing.kind not in OWN_FOLDERS]
         if label is None:
             own.close()
-        assert not left, f"left behind by close(): {left}"
+        assert not left, f"left behind by close(): {[describe(thing) for thing in left]}"
 
 
 OWN_FOLDERS = ("shm", "folder")  # of the label itself: gone when the label is closed
 
 
+def describe(thing: Leftover) -> str:
+    """For a failure's message: what a leftover process is."""
+    if thing.kind != "process":
+        return str(thing)
+    try:
+        lines = Path(f"/proc/{thing.name}/status").read_text().splitlines()
+        where = Path(f"/proc/{thing.name}/cgroup").read_text()
+    except OSError:
+        return f"{thing} (gone meanwhile)"
+    return (
+        f"{thing} ({', '.join(line for line in lines if line.split(':')[0] in ('Name', 'State', 'PPid'))}; {where!r})"
+    )
+
+
 def labelled(label: str) -> list[Leftover]:
-    return [thing for thing in everything_labelled() if thing.label == label]
+    """What carries the label, without dead processes that their (foreign) parent has not yet reaped."""
+    return [thing for thing in everything_labelled() if thing.label == label and not is_zombie(thing)]
+
+
+def is_zombie(thing: Leftover) -> bool:
+    if thing.kind != "process":
+        return False
+    try:
+        return Path(f"/proc/{thing.name}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 async def shell(sandbox: Sandbox, command: str, timeout_s: float = 20.0) -> str:
