@@ -1,4 +1,4 @@
-"""SIGKILL of the process that drives the sandboxes, and of the keeper: nothing runs on, and nothing published is lost."""
+"""SIGKILL of the driver, and of the keeper: nothing runs on, and nothing that was published is lost."""
 
 from __future__ import annotations
 

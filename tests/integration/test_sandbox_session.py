@@ -60,6 +60,14 @@ def test_commands_and_files(tmp_path):
         results = await asyncio.gather(*(box.exec(f"echo {i}") for i in range(20)))
         assert [said(result) for result in results] == [str(i) for i in range(20)]
 
+    async def fast_answers(box: Sandbox) -> None:
+        # an answer may be there before the request is written to its end
+        for _ in range(20):
+            found = await asyncio.gather(*(box.exists("/none") for _ in range(30)))
+            assert not any(found)
+        for _ in range(20):
+            await box.exec(["/no/such/program"], stdin=b"x" * 500_000)
+
     async def files(box: Sandbox) -> None:
         data = bytes(range(256)) * 1000
         await box.write("/deep/er/file", data, mode=0o640)
@@ -93,7 +101,9 @@ def test_commands_and_files(tmp_path):
                 await box.exec("touch /tmp/from-the-past", fence=old)
         assert not await box.exists("/tmp/from-the-past")
 
-    with_sandbox(tmp_path, exit_codes_and_streams, environment_directory_and_input, many_at_once, files, fencing)
+    with_sandbox(
+        tmp_path, exit_codes_and_streams, environment_directory_and_input, many_at_once, fast_answers, files, fencing
+    )
 
 
 def test_the_persistent_shell(tmp_path):
