@@ -111,6 +111,8 @@ def test_hidden_share() -> None:
     found = of(*spans)
     assert (found.checkpoints, found.checkpoint_wall_s) == (2, 1.0)
     assert found.hidden_checkpoint_share == pytest.approx(0.95)
+    waited = of(event(ev.CHECKPOINT, 1, "r", wall_s=0.5, exposed_s=0.501))
+    assert waited.hidden_checkpoint_share == 0.0
 
 
 def test_wall_time_leaves_out_the_pause_before_a_resume(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def checkpoints_figure(run: History) -> Figure:
         return Figure("checkpoints", question, "", None, "this run took no checkpoint.")
     exposed = math.fsum(min(span.exposed_s, span.end - span.start) for span in spans)
     length = max(run.length, 1e-6)
-    bins = min(_BINS, max(1, len(spans)))
+    bins = _BINS
     hidden_in, exposed_in, number_in = [0.0] * bins, [0.0] * bins, [0] * bins
     for span in spans:
         place = min(bins - 1, max(0, int(span.end / length * bins)))

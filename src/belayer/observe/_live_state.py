@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from belayer import events as ev
 from belayer.events import Event
 from belayer.observe._values import number, text, whole
-from belayer.observe.summary import Recovery, recovery_of
+from belayer.observe.summary import Recovery, checkpoint_times, recovery_of
 
 _RATE_WINDOW_S = 10
 _REWARDS = 240
@@ -121,8 +121,9 @@ class LiveFeed:
                 state.buckets.append((second, tokens))
         elif kind == ev.CHECKPOINT:
             state.checkpoints += 1
-            state.checkpoint_wall_s += number(data, "wall_s") or 0.0
-            state.checkpoint_exposed_s += number(data, "exposed_s") or 0.0
+            wall, exposed = checkpoint_times(event)
+            state.checkpoint_wall_s += wall
+            state.checkpoint_exposed_s += exposed
         elif kind == ev.ROLLOUT_STARTED:
             self._open.add(event.subject)
             state.in_flight = len(self._open)

@@ -262,8 +262,9 @@ class Summary:
 
     def _checkpoint(self, event: Event) -> None:
         self._run.checkpoints += 1
-        self._run.checkpoint_wall_s += number(event.data, "wall_s") or 0.0
-        self._run.checkpoint_exposed_s += number(event.data, "exposed_s") or 0.0
+        wall, exposed = checkpoint_times(event)
+        self._run.checkpoint_wall_s += wall
+        self._run.checkpoint_exposed_s += exposed
 
     def _injected(self, event: Event) -> None:
         fault = text(event.data, "fault", "unnamed")
@@ -316,6 +317,12 @@ def recovery_of(event: Event, injected: str | None = None) -> Recovery:
         total_s=sum(phases.values()) if total is None else total,
         at=event.at,
     )
+
+
+def checkpoint_times(event: Event) -> tuple[float, float]:
+    """Seconds that a checkpoint took, and how many of them the rollout waited: never more, although measured apart."""
+    wall = max(0.0, number(event.data, "wall_s") or 0.0)
+    return wall, min(wall, max(0.0, number(event.data, "exposed_s") or 0.0))
 
 
 def read_summary(path: Path) -> RunSummary:
