@@ -28,7 +28,13 @@ class Checkpoints:
     """The published checkpoints of a run, and the one way to make another."""
 
     def __init__(
-        self, data: _data.RunData, keeper: Keeper, config: SandboxConfig, chore: Callable[..., None], *, durable: bool
+        self,
+        data: _data.RunData,
+        keeper: Callable[[], Keeper],
+        config: SandboxConfig,
+        chore: Callable[..., None],
+        *,
+        durable: bool,
     ) -> None:
         self.data = data
         self.keep = KEEP
@@ -145,7 +151,7 @@ class Checkpoints:
 
         try:
             times = await criu.dump(
-                self._keeper, init_pid=sandbox.init_pid, images=folder, netns=netns, while_frozen=while_frozen
+                self._keeper(), init_pid=sandbox.init_pid, images=folder, netns=netns, while_frozen=while_frozen
             )
         except TimeoutError as error:
             # a dump that is cut off leaves its own code in the processes: they cannot be trusted any more

@@ -6,7 +6,7 @@
     /dev/shm/belayer/data-<run id>/<id>/   process images in memory, while the run is alive or was killed
     <store>/runs-data/<run id>/<id>        file-system snapshots
 
-`/dev/shm/belayer/data-<run id>/lock` is locked by the living process; `owner.json` beside it names the checkpoints
+A file `lock` in the folders of memory and store is locked by the living process; `owner.json` names the checkpoints
 folder. A dead run whose folder still exists may be resumed: `settle` moves its images from memory to disk. A dead run
 whose folder is gone, or holds another run id, is garbage: `settle` deletes it.
 """
@@ -56,6 +56,8 @@ class RunData:
         (self.memory / "owner.json").write_text(json.dumps({"checkpoints": str(self.checkpoints)}))
         self.snapshots.mkdir(exist_ok=True)
         (self.snapshots / "owner.json").write_text(json.dumps({"checkpoints": str(self.checkpoints)}))
+        self._store_lock = os.open(self.snapshots / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._store_lock, fcntl.LOCK_EX)
 
     def manifest_path(self, checkpoint_id: str) -> Path:
         return self.checkpoints / f"{checkpoint_id}.json"
@@ -107,6 +109,7 @@ class RunData:
         if not any(entry.is_dir() for entry in self.snapshots.iterdir()):
             shutil.rmtree(self.snapshots, ignore_errors=True)
         shutil.rmtree(self.memory, ignore_errors=True)
+        os.close(self._store_lock)
         os.close(self._lock)
         self._lock = -1
 
@@ -134,12 +137,11 @@ def settle_store(store: Store) -> list[str]:
     """Delete from the store what belongs to no living label and to no existing run."""
     done = []
     for folder in _folders(store.root / "runs"):
-        if not _is_locked(labels.RUNTIME_DIR / folder.name / "lock"):
+        if not _is_locked(folder / "lock"):
             remove_tree(folder)
             done.append(str(folder))
     for folder in _folders(store.root / "runs-data"):
-        if _owner(folder, folder.name) is None and not _is_locked(labels.SHM_DIR / f"{PREFIX}{folder.name}" / "lock"):
-            (folder / "owner.json").unlink(missing_ok=True)
+        if _owner(folder, folder.name) is None and not _is_locked(folder / "lock"):
             remove_tree(folder)
             done.append(str(folder))
     return done

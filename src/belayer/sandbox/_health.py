@@ -26,6 +26,8 @@ Fingerprint = dict[str, tuple[int, int, int]]
 @lru_cache(maxsize=64)
 def folders_to_watch(image: Path, digest: str) -> tuple[str, ...]:
     """Paths to watch in every sandbox of this image, parents before children. `digest` names the image's content."""
+    if not image.is_dir():
+        return (*_FLAT, *_DEEP)  # the image was removed; its sandboxes go on with a coarser watch
     found = [name for name in (*_FLAT, *_DEEP) if os.path.lexists(image / name)]
     level = [name for name in _DEEP if (image / name).is_dir() and not (image / name).is_symlink()]
     while level and len(found) < _MOST:

@@ -116,6 +116,7 @@ class Keeper:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxUnavailable("the keeper process of this run died"))
+        self._process.poll()  # collect it
         self._on_death()
 
     async def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +23,9 @@ class Places:
         self.label = label
         self._config = config
         self.roots.mkdir(exist_ok=True)
+        # the store's own proof of life: another process may see this store without seeing our runtime folder
+        self._lock = os.open(self.roots / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         # one copy per run on the store's own file system: each sandbox gets a clone of it, which costs no data
         self._init = self.roots / "init"
         shutil.copy(program, self._init)
@@ -47,8 +52,10 @@ class Places:
         """Remove what is left of the run. Every container must be dead."""
         for folder in _cgroup.run_folders(self.label.name):
             _cgroup.remove_folder(folder)
-        if self.roots.is_dir():
+        if self._lock >= 0:
             remove_tree(self.roots)
+            os.close(self._lock)
+            self._lock = -1
 
 
 class Place:

@@ -9,14 +9,16 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from belayer.errors import SandboxError, SandboxLost, StaleSandbox
 
 Fence = tuple[int, int]
+_T = TypeVar("_T")
 
 DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -146,52 +148,28 @@ class Session:
     # -- one request ---------------------------------------------------------------------------------------------------
     async def _state(self, kind: bytes, payload: bytes, timeout_s: float) -> InitState:
         try:
-            async with asyncio.timeout(timeout_s):
-                connection = await self._connect()
-                try:
-                    await connection.send(kind, payload)
-                    async for answer, data in connection:
-                        if answer == b"p":
-                            state = InitState(*_STATE.unpack(data))
-                            await connection.drain()
-                            return state
-                        self._refused(answer, data)
-                finally:
-                    connection.close()
+            return await _within(timeout_s, self._ask_state(kind, payload))
         except TimeoutError:
             raise SandboxLost(f"sandbox {self._name} does not answer within {timeout_s:.1f} s") from None
         except OSError as error:
             raise SandboxLost(f"sandbox {self._name} cannot be reached: {error}") from error
+
+    async def _ask_state(self, kind: bytes, payload: bytes) -> InitState:
+        connection = await self._connect()
+        try:
+            await connection.send(kind, payload)
+            async for answer, data in connection:
+                if answer == b"p":
+                    await connection.drain()
+                    return InitState(*_STATE.unpack(data))
+                self._refused(answer, data)
+        finally:
+            connection.close()
         raise SandboxLost(f"sandbox {self._name} closed the connection without an answer")
 
     async def _run(self, kind: bytes, payload: bytes, stdin: bytes | memoryview, deadline_s: float) -> ExecResult:
-        out, err = bytearray(), bytearray()
         try:
-            async with asyncio.timeout(deadline_s):
-                connection = await self._connect()
-                feeder: asyncio.Task[None] | None = None
-                try:
-                    await connection.send(kind, payload)
-                    if kind == b"X":
-                        if stdin:
-                            feeder = asyncio.create_task(connection.feed(stdin))
-                        else:
-                            await connection.send(b"I", b"")
-                    async for answer, data in connection:
-                        if answer == b"o":
-                            out += data
-                        elif answer == b"e":
-                            err += data
-                        elif answer == b"x":
-                            await connection.drain()
-                            return _result(data, bytes(out), bytes(err))
-                        else:
-                            self._refused(answer, data)
-                finally:
-                    if feeder is not None:
-                        feeder.cancel()
-                        await asyncio.gather(feeder, return_exceptions=True)  # a command need not read its input
-                    connection.close()
+            return await _within(deadline_s, self._ask_run(kind, payload, stdin))
         except TimeoutError:
             raise SandboxLost(
                 f"sandbox {self._name} is silent {deadline_s:.1f} s after a command was sent",
@@ -199,6 +177,33 @@ class Session:
             ) from None
         except OSError as error:
             raise SandboxLost(f"sandbox {self._name} broke off in the middle of a command: {error}") from error
+
+    async def _ask_run(self, kind: bytes, payload: bytes, stdin: bytes | memoryview) -> ExecResult:
+        out, err = bytearray(), bytearray()
+        connection = await self._connect()
+        feeder: asyncio.Task[None] | None = None
+        try:
+            await connection.send(kind, payload)
+            if kind == b"X":
+                if stdin:
+                    feeder = asyncio.create_task(connection.feed(stdin))
+                else:
+                    await connection.send(b"I", b"")
+            async for answer, data in connection:
+                if answer == b"o":
+                    out += data
+                elif answer == b"e":
+                    err += data
+                elif answer == b"x":
+                    await connection.drain()
+                    return _result(data, bytes(out), bytes(err))
+                else:
+                    self._refused(answer, data)
+        finally:
+            if feeder is not None:
+                feeder.cancel()
+                await asyncio.gather(feeder, return_exceptions=True)  # a command need not read its input
+            connection.close()
         raise SandboxLost(f"sandbox {self._name} died in the middle of a command")
 
     def _refused(self, answer: bytes, data: bytes) -> None:
@@ -267,6 +272,25 @@ class _Connection:
 
     def close(self) -> None:
         self._sock.close()
+
+
+async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, or `TimeoutError`.
+
+    Time in which our own event loop stood still must not count against the sandbox: when the deadline is over, the
+    answer may well have arrived without anybody having looked. So there is a second, shorter wait before giving up.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        for limit in (timeout_s, max(1.0, min(timeout_s / 2, 5.0))):
+            done, _ = await asyncio.wait({task}, timeout=limit)
+            if done:
+                return task.result()
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 def _result(data: bytes, out: bytes, err: bytes) -> ExecResult:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from belayer.sandbox.manager import Sandboxes
 
 GRACE_S = 5.0  # silence past a command's own timeout after which the sandbox counts as lost
-HEALTH_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 5.0
 FILE_TIMEOUT_S = 60.0
 FILE_LIMIT = 1 << 30
 
@@ -64,7 +64,7 @@ class Sandbox:
         self._gate = _Gate()
         self._shell_turn = asyncio.Lock()
         self._oom_kills = 0
-        self._watched = _health.folders_to_watch(image.path if image.path.is_dir() else place.root, image.digest)
+        self._watched = _health.folders_to_watch(image.path, image.digest)
         self._baseline = _health.fingerprint(self.root, self._watched)
         self._loop = asyncio.get_running_loop()
         self._ended = False

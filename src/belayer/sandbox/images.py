@@ -25,8 +25,8 @@ from belayer.sandbox.store import Store, remove_tree, storage_errors
 
 RECIPE = 5  # raise it when what `build_base` makes changes
 BASE_PACKAGES = (
-    "bash", "dash", "coreutils", "findutils", "grep", "sed", "mawk", "diffutils", "procps", "util-linux", "hostname", "tar", "gzip",
-    "python3", "git",
+    "bash", "dash", "coreutils", "findutils", "grep", "sed", "mawk", "diffutils", "procps", "util-linux", "hostname",
+    "tar", "gzip", "python3", "git",
 )  # fmt: skip
 _NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 

@@ -19,7 +19,7 @@ from belayer.config import SandboxConfig
 from belayer.errors import RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable
 from belayer.events import Event, EventSink, ignore
 from belayer.ownership import RunLabel
-from belayer.sandbox import _cgroup, _data, criu, images
+from belayer.sandbox import _cgroup, _data, _health, criu, images
 from belayer.sandbox._checkpoints import HOSTNAME, Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
@@ -56,17 +56,8 @@ class Sandboxes:
         self._sandboxes: dict[str, Sandbox] = {}
         self._generations: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        mounted = None
-        if store.mount_lock is not None and store.mount_point is not None:
-            mounted = (store.users_fd, store.mount_lock, store.mount_point)
-        self._keeper = Keeper.start(
-            native_program(),
-            label,
-            cgroups=_cgroup.run_folders(label.name),
-            store=mounted,
-            on_death=self._keeper_died,
-        )
-        self.checkpoints = Checkpoints(data, self._keeper, config, self._chore, durable=durable)
+        self._keeper = self._start_keeper()
+        self.checkpoints = Checkpoints(data, lambda: self._keeper, config, self._chore, durable=durable)
         for name in self.checkpoints.names():
             self._generations[name] = max(manifest.generation for manifest in self.checkpoints.of(name))
 
@@ -89,18 +80,18 @@ class Sandboxes:
         if os.geteuid() != 0:
             raise SandboxUnavailable("sandboxes need root", next_step="run as root or with sudo")
         await asyncio.to_thread(native_program)
-        criu.find_criu()
+        await asyncio.to_thread(criu.find_criu)
         if not _cgroup.hierarchies().bases():
             raise SandboxUnavailable("no cgroup hierarchy is mounted", next_step="mount cgroup2 at /sys/fs/cgroup")
         store = await asyncio.to_thread(Store.open, config.store, config.store_bytes)
         data: _data.RunData | None = None
         try:
             images.find(store, config.image)
-            data = _data.RunData(checkpoints, store)
+            data = await asyncio.to_thread(_data.RunData, checkpoints, store)
             await asyncio.to_thread(data.collect_garbage)
             await asyncio.to_thread(_data.settle_store, store)
             _cgroup.make_run(label.name)
-            places = Places(store, label, config, native_program())
+            places = await asyncio.to_thread(Places, store, label, config, native_program())
             return cls(config, label, store, data, places, events, durable)
         except BaseException:
             if data is not None:
@@ -142,6 +133,8 @@ class Sandboxes:
         """
         manifest = self.checkpoints.load(checkpoint_id)
         async with self._lock(name):
+            # a sandbox refuses generations below the newest it has seen, also one that is restored under a new name
+            self._generations[name] = max(self._generations.get(name, 0), manifest.generation)
             # reading the images takes as long as making the root: side by side
             checked = asyncio.create_task(asyncio.to_thread(self.checkpoints.verify, manifest))
             try:
@@ -249,11 +242,14 @@ class Sandboxes:
         attempt = manifest.attempt if manifest else 0
         session = Session(place.agent, name)
         try:
-            state = await session.fence((attempt, place.generation), timeout_s=ANSWER_TIMEOUT_S)
+            state = await session.ping(timeout_s=ANSWER_TIMEOUT_S)
             found = ProcessState(state.nonce, state.jobs_started, state.shell_pid)
             if manifest is not None and found != manifest.process:
                 raise RestoreFailed(f"sandbox {name} came back in another state than it was checkpointed in")
+            attempt = max(attempt, state.attempt)
+            await session.fence((attempt, place.generation))
             await asyncio.to_thread(place.protect_agent)
+            await asyncio.to_thread(_health.folders_to_watch, image.path, image.digest)  # cached after the first time
             parent = manifest.id if manifest else None
             sandbox = Sandbox(
                 self, name, place=place, init_pid=pid, session=session, image=image, attempt=attempt, parent=parent
@@ -273,8 +269,20 @@ class Sandboxes:
         if current is not None:
             await self.retire(current)
 
+    def _start_keeper(self) -> Keeper:
+        mounted = None
+        if self.store.mount_lock is not None and self.store.mount_point is not None:
+            mounted = (self.store.users_fd, self.store.mount_lock, self.store.mount_point)
+        return Keeper.start(
+            native_program(),
+            self.label,
+            cgroups=_cgroup.run_folders(self.label.name),
+            store=mounted,
+            on_death=self._keeper_died,
+        )
+
     def _keeper_died(self) -> None:
-        """Nobody would kill the containers if this process died now too: they end at once and count as lost."""
+        """Without it nobody would kill the containers if this process died too: they end now and count as lost."""
         if self._closed:
             return
         self._sink(
@@ -282,6 +290,7 @@ class Sandboxes:
         )
         for sandbox in self._sandboxes.values():
             sandbox.condemn("the keeper of this run died")
+        self._keeper = self._start_keeper()
 
     def _chore(self, work: Callable[..., object], *args: Any) -> None:
         async def do() -> None:

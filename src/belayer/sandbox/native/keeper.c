@@ -24,6 +24,7 @@
 #include <sys/file.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -192,6 +193,9 @@ int keeper_main(int argc, char **argv) {
     setsid();
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     prctl(PR_SET_NAME, "belayer-keeper");
+    /* the helpers inherit this: containers stand still while CRIU waits for a busy CPU. CRIU gives restored processes
+     * their own priority back, and a new container resets it */
+    setpriority(PRIO_PROCESS, 0, -10);
     sigset_t chld, before;
     sigemptyset(&chld);
     sigaddset(&chld, SIGCHLD);

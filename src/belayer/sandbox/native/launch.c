@@ -131,6 +131,7 @@ static void become_init(const struct options *o) {
         die(AGENT_DIR " cannot be remounted");
 
     if (sethostname(o->hostname, strlen(o->hostname))) die("hostname");
+    setpriority(PRIO_PROCESS, 0, 0); /* not the keeper's */
     struct rlimit none = {0, 0};
     setrlimit(RLIMIT_CORE, &none); /* a core dump would go to the host's core_pattern */
 
