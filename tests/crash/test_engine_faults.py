@@ -135,6 +135,7 @@ def test_every_fault_of_one_engine(model: Path) -> None:
 
         await new_weights(watched)
         await owner_dies(watched)
+        await nursery_dies(watched)
 
     async def resumed_at_every_position(watched: Watched) -> None:
         for at in range(1, 40):
@@ -268,7 +269,19 @@ def test_every_fault_of_one_engine(model: Path) -> None:
         await engine.update_weights(list(random_weights(seed=0)), 7)
         assert (await complete(engine, requests(COUNT))).tokens == watched.reference.tokens
 
+    async def nursery_dies(watched: Watched) -> None:
+        engine = watched.engine
+        await engine.wait_standby(STANDBY_S)
+        nursery = _parent(engine.worker_pid or 0)
+        await watched.fault(6, lambda: os.kill(nursery, signal.SIGKILL))  # worker and shadow end with it
+        await engine.wait_standby(STANDBY_S)
+        assert _parent(engine.worker_pid or 0) == _parent(engine.shadow_pid or 0) != nursery
+
     asyncio.run(scenario())
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _labelled(label: str) -> list[int]:

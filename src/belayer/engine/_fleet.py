@@ -14,6 +14,7 @@ from belayer.engine import supervisor as sv
 from belayer.engine._epochs import Epochs
 from belayer.engine._host import may_lower_nice
 from belayer.engine._model_folder import ModelFacts
+from belayer.engine._nursery_link import NurseryLink
 from belayer.engine._owner_process import OwnerProcess
 from belayer.engine._process import environment
 from belayer.engine._recovery_clock import RecoveryClock
@@ -36,6 +37,7 @@ from belayer.ownership import RunLabel
 HEALTH_TIMEOUT_S = 1.0
 FENCE_TIMEOUT_S = 10.0
 STANDBY_NICE = 10
+NURSERY_ATTEMPTS = 2
 
 
 class Fleet:
@@ -54,6 +56,8 @@ class Fleet:
         self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
         self._generation = 0
         self._owners = 0
+        self._nurseries = 0
+        self._spawning = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._policy_version = 0
@@ -65,6 +69,7 @@ class Fleet:
         self.clock = RecoveryClock()
         self.links: dict[int, WorkerLink] = {}
         self.owner: OwnerProcess
+        self.nursery: NurseryLink
         self.epochs: Epochs | None = None
         self.clean: Epoch | None = None
         self.owner_usable = asyncio.Event()
@@ -82,6 +87,7 @@ class Fleet:
     async def start(self, policy_version: int) -> None:
         """Start everything and wait until a worker serves. Raises `EngineUnavailable` with the worker's last words."""
         self._policy_version = policy_version
+        self.nursery = self._new_nursery()
         self.owner = self._new_owner()
         await self.owner.wait_ready(self._config.start_timeout_s)
         for action in self.supervisor.begin():
@@ -106,6 +112,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.fence(FENCE_TIMEOUT_S) for link in self.links.values()))
+        if hasattr(self, "nursery"):
+            await self.nursery.close()
         if hasattr(self, "owner"):
             await self.owner.close()
         if self.epochs is not None:
@@ -147,7 +155,7 @@ class Fleet:
     def _do(self, action: sv.Action) -> None:
         match action:
             case sv.Spawn(fill, background):
-                self._spawn(fill, background)
+                self._run(self._spawn(fill, background))
             case sv.Fence(generation):
                 self._run(self._fence(generation))
             case sv.CheckOwner():
@@ -177,10 +185,39 @@ class Fleet:
             self.changed.notify_all()
 
     # -- actions ------------------------------------------------------------------------------------------------------
-    def _spawn(self, fill: bool, background: bool) -> None:
+    async def _spawn(self, fill: bool, background: bool) -> None:
         self._generation += 1
         generation = self._generation
-        spec = Spec(
+        log = self._log_dir / f"worker-{generation}.log"
+        async with self._spawning:  # one at a time: the worker before its shadow
+            link = await self._fork(lambda: self._spec(generation, fill, background), log)
+        if link is None:
+            return
+        self.links[generation] = link
+        link.on_message = lambda message: self._on_message(link, message)
+        self.tell(sv.Started(generation))
+        link.child.on_exit(lambda how: self._on_exit(link, how))
+        self._emit_process(link, "starting")
+
+    async def _fork(self, spec: Callable[[], Spec], log: Path) -> WorkerLink | None:
+        reasons: list[str] = []
+        for _attempt in range(NURSERY_ATTEMPTS):
+            if not self.nursery.child.alive:
+                self.nursery = self._new_nursery()
+            try:
+                async with asyncio.timeout(self._config.start_timeout_s / NURSERY_ATTEMPTS):
+                    return await WorkerLink.start(self.nursery, spec, log)
+            except (OSError, TimeoutError) as error:
+                reasons.append(str(error) or "the nursery does not answer")
+                await self.nursery.close()
+                if self.supervisor.state is sv.State.STARTING:
+                    break  # the cause is the installation: trying again only takes longer
+        self._lose(EngineUnavailable(f"no worker can be started: {reasons[0]}", kept="every journalled token"))
+        return None
+
+    def _spec(self, generation: int, fill: bool, background: bool) -> Spec:
+        serving = self.supervisor.state in (sv.State.SERVING, sv.State.REBUILDING)
+        return Spec(
             generation=generation,
             model=str(self._model.path),
             dtype=self._config.dtype,
@@ -191,14 +228,18 @@ class Fleet:
             owner_socket=str(self.owner.path),
             fill=fill,
             policy_version=self._policy_version,
-            nice=STANDBY_NICE if background and may_lower_nice() else 0,
+            nice=STANDBY_NICE if background and serving and may_lower_nice() else 0,
         )
-        link = WorkerLink(spec, self._env, self._log_dir / f"worker-{generation}.log")
-        self.links[generation] = link
-        link.on_message = lambda message: self._on_message(link, message)
-        self.tell(sv.Started(generation))
-        link.child.on_exit(lambda how: self._on_exit(link, how))
-        self._emit_process(link, "starting")
+
+    def _new_nursery(self) -> NurseryLink:
+        self._nurseries += 1
+        nursery = NurseryLink(self._env, self._log_dir / f"nursery-{self._nurseries}.log")
+        nursery.child.on_exit(self._on_nursery_exit)
+        return nursery
+
+    def _on_nursery_exit(self, how: str) -> None:
+        if not self._closing:
+            self.report_fault("nursery.exit", "pidfd", f"the nursery ended: {how}", False)
 
     def _activate(self, generation: int) -> None:
         assert self.clean is not None and self.epochs is not None

@@ -21,7 +21,7 @@ class OwnerProcess:
         self.path = label.dir / f"owner-{number}.sock"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self.child = Child(
+            self.child = Child.spawn(
                 "belayer.engine.owner",
                 [str(self.path), str(os.getpid()), str(theirs.fileno())],
                 [theirs.fileno()],

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from pathlib import Path
 from belayer.ownership import RunLabel
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def environment(label: RunLabel, threads: int, batch_invariant: bool) -> dict[str, str]:
@@ -25,6 +24,7 @@ def environment(label: RunLabel, threads: int, batch_invariant: bool) -> dict[st
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
     env |= {
         "PYTHONUNBUFFERED": "1",
+        "OPENBLAS_NUM_THREADS": "1",  # NumPy's; it would start threads at import, and then nothing may be forked
         "HF_HUB_OFFLINE": "1",  # models are folders
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process more costs seconds at start and a place more to fail
@@ -41,13 +41,27 @@ def environment(label: RunLabel, threads: int, batch_invariant: bool) -> dict[st
 
 
 class Child:
-    """One process of the engine: started from the event loop's thread, watched by pidfd, fenced by SIGKILL."""
+    """One process of the engine, watched by pidfd and fenced by SIGKILL, whoever its parent is.
 
-    def __init__(self, module: str, arguments: list[str], fds: list[int], env: dict[str, str], log: Path) -> None:
+    `exit_code` tells how it ended, once it has; None if that cannot be known.
+    """
+
+    def __init__(self, pid: int, pidfd: int, log: Path, exit_code: Callable[[], int | None]) -> None:
+        self.pid = pid
         self.log = log
+        self._pidfd = pidfd
+        self._exit_code = exit_code
+        self._exited = asyncio.Event()
+        self._how = "running"
+        self._on_exit: Callable[[str], None] | None = None
+        asyncio.get_running_loop().add_reader(self._pidfd, self._ended)
+
+    @classmethod
+    def spawn(cls, module: str, arguments: list[str], fds: list[int], env: dict[str, str], log: Path) -> Child:
+        """Start a Python module; from the thread whose end shall end the process."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
-            self._popen = subprocess.Popen(
+            popen = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -56,11 +70,14 @@ class Child:
                 pass_fds=fds,
                 start_new_session=True,  # its own process group: the cohort that is fenced together
             )
-        self.pid = self._popen.pid
-        self._pidfd = os.pidfd_open(self.pid)
-        self._exited = asyncio.Event()
-        self._on_exit: Callable[[str], None] | None = None
-        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+        def reap() -> int:
+            # children of the dead process are its cohort; not reaped yet, it still holds the number of their group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+            return popen.wait()
+
+        return cls(popen.pid, os.pidfd_open(popen.pid), log, reap)
 
     def on_exit(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with how the process ended, as soon as the kernel says so."""
@@ -68,37 +85,34 @@ class Child:
         if self._exited.is_set():
             callback(self.exit_text())
 
-    def _reap(self) -> None:
+    def _ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        # Children of the dead process are its cohort: none of them may go on writing. Not reaped yet, it still holds
-        # the number of the process group, so nobody else can be hit.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._popen.wait()
+        code = self._exit_code()
+        if code is None:
+            self._how = "ended"
+        elif code < 0:
+            self._how = f"killed by {signal.Signals(-code).name}"
+        else:
+            self._how = f"exit status {code}"
         self._exited.set()
         if self._on_exit is not None:
-            self._on_exit(self.exit_text())
+            self._on_exit(self._how)
 
     @property
     def alive(self) -> bool:
         return not self._exited.is_set()
 
     def exit_text(self) -> str:
-        code = self._popen.returncode
-        if code is None:
-            return "running"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"killed by {signal.Signals(-code).name}"
-        return f"exit status {code}"
+        """How it ended, or "running"."""
+        return self._how
 
     def kill(self) -> None:
         """SIGKILL the whole cohort, stopped ones too; the exit is reported as usual."""
         if self.alive:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and its cohort with it
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
                 os.killpg(self.pid, signal.SIGKILL)
-            self._popen.kill()
 
     def hurry(self) -> None:
         """Take back a niceness that the process was started with."""
@@ -122,10 +136,3 @@ class Child:
         except OSError as error:
             return f"(no log: {error})"
         return "\n".join(f"    {line}" for line in text[-lines:]) or "    (no output)"
-
-
-def channel() -> tuple[socket.socket, socket.socket]:
-    """A connected pair: ours, non-blocking, and the child's."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    ours.setblocking(False)
-    return ours, theirs

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from belayer.engine._process import Child, channel
+from belayer.engine._nursery_link import NurseryLink
+from belayer.engine._process import Child
 from belayer.engine._progress import Progress
 from belayer.engine._wire import Epoch, FromWorker, Spec, Tokens, ToWorker, Unpacker, pack
 
@@ -15,7 +17,23 @@ from belayer.engine._wire import Epoch, FromWorker, Spec, Tokens, ToWorker, Unpa
 class WorkerLink:
     """Messages of one generation. After `fence` nothing that it sent before reaches anybody; it is counted."""
 
-    def __init__(self, spec: Spec, env: dict[str, str], log: Path) -> None:
+    @classmethod
+    async def start(cls, nursery: NurseryLink, spec: Callable[[], Spec], log: Path) -> WorkerLink:
+        """Fork a worker. `spec` is asked for when it runs, which may be a while: the nursery may still be importing."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        page = Progress.create()
+        try:
+            child = await nursery.fork(theirs.fileno(), page, log)
+            return cls(spec(), child, ours, Progress(page))
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(page)
+
+    def __init__(self, spec: Spec, child: Child, channel: socket.socket, progress: Progress) -> None:
+        """Not for callers: use `start`."""
         self.generation = spec.generation
         self.epoch: Epoch | None = None  # the one it looks at, as far as it has said
         self.ready = False
@@ -26,20 +44,10 @@ class WorkerLink:
         self._out = bytearray()
         self._in: Unpacker[FromWorker] = Unpacker(FromWorker)
         self._loop = asyncio.get_running_loop()
-        self._socket, theirs = channel()
-        page = Progress.create()
-        self.progress = Progress(page)
-        try:
-            self.child = Child(
-                "belayer.engine.worker",
-                [str(theirs.fileno()), str(page), str(os.getpid())],
-                [theirs.fileno(), page],
-                env,
-                log,
-            )
-        finally:
-            theirs.close()
-            os.close(page)
+        self.child = child
+        self.progress = progress
+        self._socket = channel
+        self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._receive)
         self._write(pack(spec))
 

@@ -1,8 +1,8 @@
 """A rollout engine worker: the serving one and the shadow are the same program.
 
-    python -m belayer.engine.worker CHANNEL_FD PROGRESS_FD DRIVER_PID
+It is forked from the nursery, which has the imports done already (`belayer.engine.nursery`).
 
-Start: imports, model on the owner's weights, warm-up on scratch KV memory, `Ready`. Then it waits; that is a shadow.
+Start: model on the owner's weights, warm-up on scratch KV memory, `Ready`. Then it waits; that is a shadow.
 `Activate` makes it the serving worker: it checks that the epoch it looks at is the one asked for, maps the KV arena
 under the addresses it already uses and forgets what it cached. From then on it alternates between messages and steps.
 
@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from belayer.engine._host import Region, die_with_parent, forget_content, set_nice
+from belayer.engine._host import Region, forget_content, set_nice
 from belayer.engine._owner_client import OwnerClient
 from belayer.engine._progress import Phase, Progress
 from belayer.engine._wire import (
@@ -62,15 +62,10 @@ class Worker:
         self._phases: dict[str, float] = {}
 
     def start(self) -> None:
-        """Everything slow."""
-        began = time.monotonic()
-        # vLLM imports audio and video decoders for models that want them. Ours see token ids only, and a torchcodec
-        # built for another torch ends the import with an OSError that vLLM does not expect.
-        sys.modules.setdefault("torchcodec", None)  # pyright: ignore[reportArgumentType]
+        """Everything slow but the imports."""
         from belayer.engine import _vllm_weights, _vllm_worker
 
         _die_of_crashes()
-        self._phases["import_s"] = time.monotonic() - began
         weights = _vllm_weights.OwnedWeights(fill=self._spec.fill, batch_invariant=self._spec.batch_invariant)
         weights.attach = self._attach
         began = time.monotonic()
@@ -214,10 +209,8 @@ def _die_of_crashes() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (small, small))
 
 
-def main(argv: list[str]) -> None:
-    channel_fd, progress_fd, driver = (int(value) for value in argv[:3])
-    die_with_parent(driver)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle; it closes the channel
+def run(channel_fd: int, progress_fd: int) -> None:
+    """Be a worker until the driver closes the channel; never returns."""
     channel = socket.socket(fileno=channel_fd)
     spec, _fds = receive_with_fds(channel, Spec)
     if spec.nice:
@@ -229,7 +222,3 @@ def main(argv: list[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
