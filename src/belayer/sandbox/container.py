@@ -55,6 +55,7 @@ class Sandbox:
         self.image = image
         self.parent = parent
         self.session = session
+        self.restore_phases: dict[str, float] = {}  # seconds of each step of the restore that made it
         self.stale = False
         self._manager = manager
         self._config = manager.config

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,15 +136,19 @@ class Sandboxes:
         async with self._lock(name):
             # a sandbox refuses generations below the newest it has seen, also one that is restored under a new name
             self._generations[name] = max(self._generations.get(name, 0), manifest.generation)
+            clock = _Clock()
             # reading the images takes as long as making the root: side by side
             checked = asyncio.create_task(asyncio.to_thread(self.checkpoints.verify, manifest))
             try:
                 place = await self._place(name, self.checkpoints.data.snapshots / manifest.id)
             finally:
+                clock.lap("root_s")
                 await asyncio.wait([checked])
             try:
                 folder = checked.result()
+                clock.lap("verify_s")
                 await self._retire_name(name)
+                clock.lap("kill_s")
                 pid = await criu.restore(
                     self._keeper,
                     images=folder,
@@ -152,8 +157,12 @@ class Sandboxes:
                     cgroups=place.cgroup.folders,
                     work=place.work,
                 )
+                clock.lap("criu_s")
                 image = Image(manifest.image, manifest.image_digest, self.store.images / manifest.image)
-                return await self._activate(name, place, pid, image, manifest)
+                sandbox = await self._activate(name, place, pid, image, manifest)
+                clock.lap("answer_s")
+                sandbox.restore_phases = clock.laps
+                return sandbox
             except SandboxLost as error:
                 await self._abandon(place)
                 raise RestoreFailed(f"the restored sandbox {name} does not answer: {error.what}") from error
@@ -307,3 +316,16 @@ class Sandboxes:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
+
+
+class _Clock:
+    """Seconds from one step to the next."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now

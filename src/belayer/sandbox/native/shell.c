@@ -32,13 +32,14 @@
 #define PENDING_MAX 65536 /* output of background jobs between two commands */
 #define TOKEN_BYTES 24
 
-/* Two nested loops, so that a stray `break` in a command does not leave the driver. */
+/* `jobs` makes bash forget finished jobs, as it does at a prompt, which is never reached here.
+ * Two nested loops, so that a stray `break` in a command does not leave the driver. */
 static const char driver[] =
     "_BLY_S=$?; export -n PROMPT_COMMAND; PS1= PS2=; unset HISTFILE MAILCHECK; "
     "_bly_status() { return \"$1\"; }; "
     "printf '%s %d\\n' \"${_BLY_N-}\" \"$_BLY_S\" >&199; "
     "while :; do while IFS= read -r -d '' -u 198 _BLY_N && IFS= read -r -d '' -u 198 _BLY_C; do "
-    "_bly_status \"$_BLY_S\"; eval \"$_BLY_C\" </dev/null 198<&- 199>&-; _BLY_S=$?; "
+    "_bly_status \"$_BLY_S\"; eval \"$_BLY_C\" </dev/null 198<&- 199>&-; _BLY_S=$?; jobs >/dev/null 2>&1; "
     "printf '%s %d\\n' \"$_BLY_N\" \"$_BLY_S\" >&199; "
     "done; _BLY_S=0; printf '%s 0\\n' \"$_BLY_N\" >&199; done";
 
