@@ -16,15 +16,18 @@ from belayer.errors import WeightsError
 if TYPE_CHECKING:
     import torch
 
+HEAD = "lm_head.weight"
+
 
 class Epochs:
     """Both weights slots of an owner, mapped writable. The mapping outlives the owner."""
 
-    def __init__(self, owner: OwnerClient, layout: Layout) -> None:
+    def __init__(self, owner: OwnerClient, layout: Layout, *, tied: bool) -> None:
         self.layout = layout
         self.layout_hash = layout.hash()
         self._owner = owner
         self._places = {entry.name: entry for entry in layout.slices}
+        self._tied = tied
         self._slots = self._map()
         self._lock = threading.Lock()  # an update runs in a thread, and the slots must not be exchanged under it
 
@@ -48,7 +51,8 @@ class Epochs:
             dirty = self._owner.begin(base.number)
             target = self._slots[dirty.slot].view()
             target[:] = self._slots[base.slot].view()
-            for name, tensor in tensors:
+            # a tied head is compared with the embedding, which must be in place by then
+            for name, tensor in sorted(tensors, key=lambda entry: entry[0] == HEAD):
                 self._write(target, name, tensor)
             return self._owner.commit(dirty.number, digest(self.layout, target), policy_version)
 
@@ -59,12 +63,27 @@ class Epochs:
         if place is None:
             if name in self.layout.aliases:
                 return  # the checkpoint had it too, and the model took nothing from it
+            if self._tied and name == HEAD:
+                self._check_tied(target, tensor)
+                return
             raise WeightsError(f"the model has no tensor {name}", next_step="use the names of the model folder")
         if tuple(tensor.shape) != place.shape:
             raise WeightsError(f"{name} has shape {tuple(tensor.shape)}, the model's is {place.shape}")
         destination = torch.frombuffer(target[place.offset : place.offset + place.nbytes], dtype=torch.uint8)
         with torch.no_grad():
             destination.view(getattr(torch, place.dtype)).view(place.shape).copy_(tensor)
+
+    def _check_tied(self, target: memoryview, head: torch.Tensor) -> None:
+        """A state dict names the tied head too. It has no place of its own, so it must say what the embedding says."""
+        import torch
+
+        for name, place in self._places.items():
+            if name.endswith("embed_tokens.weight") and tuple(head.shape) == place.shape:
+                stored = torch.frombuffer(target[place.offset : place.offset + place.nbytes], dtype=torch.uint8)
+                embedding = stored.view(getattr(torch, place.dtype)).view(place.shape)
+                if torch.equal(embedding, head.detach().to(embedding.dtype).cpu()):
+                    return
+        raise WeightsError(f"{HEAD} differs from the embedding, and the model ties them")
 
     def move_to(self, owner: OwnerClient, epoch: Epoch) -> Epoch:
         """Fill a new owner with the content of `epoch`, from this process's own mapping, and use it from now on.

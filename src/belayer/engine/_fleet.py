@@ -353,7 +353,7 @@ class Fleet:
                 state = await asyncio.to_thread(self.owner.client.state)
                 assert state.layout is not None and state.clean is not None
                 self.clean = state.clean
-                self.epochs = Epochs(self.owner.client, state.layout)
+                self.epochs = Epochs(self.owner.client, state.layout, tied=self._model.tied)
                 self.owner_usable.set()
             if self.before_serving is not None:
                 before, self.before_serving = self.before_serving, None
