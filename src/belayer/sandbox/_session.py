@@ -31,6 +31,7 @@ _STATE = struct.Struct("<QQQQII")
 _RESULT = struct.Struct("<iiIQQ")
 _JOB = struct.Struct("<IIQ")
 _CHUNK = 1 << 18
+_END_OF_INPUT = b"\0\0\0\0I"
 _TIMED_OUT, _TRUNCATED, _SHELL_ENDED, _WAS_QUIET = 1, 2, 4, 8
 _STALE, _BUSY = 1, 2
 
@@ -183,12 +184,10 @@ class Session:
         connection = await self._connect()
         feeder: asyncio.Task[None] | None = None
         try:
-            await connection.send(kind, payload)
-            if kind == b"X":
-                if stdin:
-                    feeder = asyncio.create_task(connection.feed(stdin))
-                else:
-                    await connection.send(b"I", b"")
+            # without input, its end goes along in the same message: the answer may come, and the init close, any moment
+            await connection.send(kind, payload, after=b"" if stdin or kind != b"X" else _END_OF_INPUT)
+            if stdin:
+                feeder = asyncio.create_task(connection.feed(stdin))
             async for answer, data in connection:
                 if answer == b"o":
                     out += data
@@ -239,14 +238,14 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()
 
-    async def send(self, kind: bytes, payload: bytes | memoryview) -> None:
-        await self._loop.sock_sendall(self._sock, struct.pack("<I", len(payload)) + kind + payload)
+    async def send(self, kind: bytes, payload: bytes | memoryview, after: bytes = b"") -> None:
+        await self._loop.sock_sendall(self._sock, struct.pack("<I", len(payload)) + kind + payload + after)
 
     async def feed(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         for start in range(0, len(view), _CHUNK):
             await self.send(b"i", view[start : start + _CHUNK])
-        await self.send(b"I", b"")
+        await self._loop.sock_sendall(self._sock, _END_OF_INPUT)
 
     async def __aiter__(self):
         while True:

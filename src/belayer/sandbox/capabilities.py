@@ -23,6 +23,7 @@ from belayer.ownership import RunLabel, cache_dir
 from belayer.sandbox import _btrfs, _cgroup, _loop, criu, images
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
+from belayer.sandbox._netns import fresh_netns
 from belayer.sandbox._session import InitState, Session
 from belayer.sandbox.store import Store
 
@@ -170,7 +171,11 @@ class _Trial:
     async def _create(self, keeper: Keeper) -> int:
         command = [str(keeper.program), "create", "--root", str(self._root), "--agent", str(self._agent)]
         command += ["--hostname", "probe", *self._cgroup_options()]
-        code, output = await keeper.run(command, deadline_s=STEP_TIMEOUT_S)
+        netns = await fresh_netns()
+        try:
+            code, output = await keeper.run(command, fds=(netns,), deadline_s=STEP_TIMEOUT_S)
+        finally:
+            os.close(netns)
         if code:
             raise SandboxUnavailable(f"a container cannot be started: {output or f'exit {code}'}")
         return int(output)
@@ -196,15 +201,20 @@ class _Trial:
         await asyncio.to_thread(self._cgroup.kill)
         (self._agent / "agent.sock").unlink(missing_ok=True)
         killed = time.perf_counter()
-        await criu.restore(
-            keeper,
-            images=self._images,
-            root=self._root,
-            agent=self._agent,
-            cgroups=self._cgroup.folders,
-            work=self._work,
-            timeout_s=STEP_TIMEOUT_S,
-        )
+        netns_fd = await fresh_netns()
+        try:
+            await criu.restore(
+                keeper,
+                images=self._images,
+                root=self._root,
+                netns_fd=netns_fd,
+                agent=self._agent,
+                cgroups=self._cgroup.folders,
+                work=self._work,
+                timeout_s=STEP_TIMEOUT_S,
+            )
+        finally:
+            os.close(netns_fd)
         after = await self._session.ping(STEP_TIMEOUT_S)
         if after.nonce != before.nonce:
             raise SandboxUnavailable(f"CRIU {version} restored another process than it dumped")

@@ -129,6 +129,7 @@ async def restore(
     *,
     images: Path,
     root: Path,
+    netns_fd: int,
     agent: Path,
     cgroups: list[Path],
     work: Path,
@@ -143,13 +144,13 @@ async def restore(
     command = [str(keeper.program), "restore", "--root", str(root)]
     for folder in cgroups:
         command += ["--cgroup", str(folder)]
-    # fd[10]: the fresh network namespace, opened by the helper
+    # fd[10]: the fresh network namespace
     command += ["--", str(find_criu()), "restore", "-d", "-D", str(images), "-W", str(work), "-o", "restore.log", "-v1"]
     command += ["--root", str(root), "--pidfile", str(pid_file), "--manage-cgroups=ignore", "--network-lock", "skip"]
     command += ["--external", f"mnt[agent]:{agent}", "--inherit-fd", "fd[10]:extnet"]
     command += ["--tcp-established", "--file-locks"]
     try:
-        code, output = await keeper.run(command, deadline_s=timeout_s)
+        code, output = await keeper.run(command, fds=(netns_fd,), deadline_s=timeout_s)
     except TimeoutError:
         raise RestoreFailed(f"CRIU did not finish the restore within {timeout_s:.0f} s") from None
     if code:

@@ -10,20 +10,22 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from belayer import events as names
 from belayer.checkpoint.manifest import Manifest, ProcessState
 from belayer.config import SandboxConfig
-from belayer.errors import RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable
+from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable
 from belayer.events import Event, EventSink, ignore
 from belayer.ownership import RunLabel
 from belayer.sandbox import _cgroup, _data, _health, criu, images
 from belayer.sandbox._checkpoints import HOSTNAME, Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
+from belayer.sandbox._netns import fresh_netns
 from belayer.sandbox._place import Place, Places
 from belayer.sandbox._session import Session
 from belayer.sandbox.container import Sandbox
@@ -107,24 +109,19 @@ class Sandboxes:
         Raises `ImageError`, `StorageFull`, `SandboxUnavailable`.
         """
         found = images.find(self.store, image or self.config.image)
-        async with self._lock(name):
-            place = await self._place(name, found.path)
+        async with self._lock(name), self._new_place(name, found.path) as (place, netns_fd):
+            await self._retire_name(name)
+            command = [str(self._keeper.program), "create", "--root", str(place.root), "--agent", str(place.agent)]
+            command += ["--hostname", HOSTNAME]
+            for folder in place.cgroup.folders:
+                command += ["--cgroup", str(folder)]
             try:
-                await self._retire_name(name)
-                command = [str(self._keeper.program), "create", "--root", str(place.root), "--agent", str(place.agent)]
-                command += ["--hostname", HOSTNAME]
-                for folder in place.cgroup.folders:
-                    command += ["--cgroup", str(folder)]
-                try:
-                    code, output = await self._keeper.run(command, deadline_s=CREATE_TIMEOUT_S)
-                except TimeoutError:
-                    raise SandboxUnavailable(f"container {name} did not start in {CREATE_TIMEOUT_S:.0f} s") from None
-                if code:
-                    raise SandboxUnavailable(f"container {name} cannot be started: {output or f'exit {code}'}")
-                return await self._activate(name, place, int(output), found)
-            except BaseException:
-                await self._abandon(place)
-                raise
+                code, output = await self._keeper.run(command, fds=(netns_fd,), deadline_s=CREATE_TIMEOUT_S)
+            except TimeoutError:
+                raise SandboxUnavailable(f"container {name} did not start in {CREATE_TIMEOUT_S:.0f} s") from None
+            if code:
+                raise SandboxUnavailable(f"container {name} cannot be started: {output or f'exit {code}'}")
+            return await self._activate(name, place, int(output), found)
 
     async def restore(self, name: str, checkpoint_id: str) -> Sandbox:
         """The checkpointed container, under `name`, as the next generation; what runs under `name` is killed first.
@@ -140,35 +137,35 @@ class Sandboxes:
             # reading the images takes as long as making the root: side by side
             checked = asyncio.create_task(asyncio.to_thread(self.checkpoints.verify, manifest))
             try:
-                place = await self._place(name, self.checkpoints.data.snapshots / manifest.id)
-            finally:
-                clock.lap("root_s")
-                await asyncio.wait([checked])
-            try:
-                folder = checked.result()
-                clock.lap("verify_s")
-                await self._retire_name(name)
-                clock.lap("kill_s")
-                pid = await criu.restore(
-                    self._keeper,
-                    images=folder,
-                    root=place.root,
-                    agent=place.agent,
-                    cgroups=place.cgroup.folders,
-                    work=place.work,
-                )
-                clock.lap("criu_s")
-                image = Image(manifest.image, manifest.image_digest, self.store.images / manifest.image)
-                sandbox = await self._activate(name, place, pid, image, manifest)
-                clock.lap("answer_s")
-                sandbox.restore_phases = clock.laps
-                return sandbox
+                async with self._new_place(name, self.checkpoints.data.snapshots / manifest.id) as (place, netns_fd):
+                    clock.lap("root_s")
+                    folder = await checked
+                    clock.lap("verify_s")
+                    await self._retire_name(name)
+                    clock.lap("kill_s")
+                    pid = await criu.restore(
+                        self._keeper,
+                        images=folder,
+                        root=place.root,
+                        netns_fd=netns_fd,
+                        agent=place.agent,
+                        cgroups=place.cgroup.folders,
+                        work=place.work,
+                    )
+                    clock.lap("criu_s")
+                    image = Image(manifest.image, manifest.image_digest, self.store.images / manifest.image)
+                    sandbox = await self._activate(name, place, pid, image, manifest)
             except SandboxLost as error:
-                await self._abandon(place)
                 raise RestoreFailed(f"the restored sandbox {name} does not answer: {error.what}") from error
-            except BaseException:
-                await self._abandon(place)
-                raise
+            except FileNotFoundError as error:
+                # no root could be made: the check says which half of the checkpoint is missing
+                checked_error = (await asyncio.gather(checked, return_exceptions=True))[0]
+                raise (checked_error if isinstance(checked_error, CheckpointDamaged) else error) from None
+            finally:
+                await asyncio.wait([checked])
+            clock.lap("answer_s")
+            sandbox.restore_phases = clock.laps
+            return sandbox
 
     async def fork(self, sandbox: Sandbox, n: int) -> list[Sandbox]:
         """`n` sandboxes that go on from the state of `sandbox`: one checkpoint, restored n times."""
@@ -234,8 +231,12 @@ class Sandboxes:
         self._chore(place.remove)
 
     # -- inside --------------------------------------------------------------------------------------------------------
-    async def _place(self, name: str, source: Path) -> Place:
-        """Make the place of the next generation of `name`."""
+    @asynccontextmanager
+    async def _new_place(self, name: str, source: Path) -> AsyncIterator[tuple[Place, int]]:
+        """The place of the next generation of `name` and a network namespace for it.
+
+        When the body fails or is cancelled, whatever was made in that place is killed and removed.
+        """
         if self._closed:
             raise SandboxError("this run's sandboxes are closed")
         if len(self._sandboxes.keys() - {name}) >= self.config.max_running:
@@ -243,7 +244,24 @@ class Sandboxes:
                 f"sandbox {name}: {len(self._sandboxes)} are running already", next_step="raise sandbox.max_running"
             )
         generation = self._generations[name] = self._generations.get(name, 0) + 1
-        return await asyncio.to_thread(self._places.prepare, name, generation, source)
+        network = asyncio.create_task(fresh_netns())
+        made = asyncio.create_task(asyncio.to_thread(self._places.prepare, name, generation, source))
+        try:
+            place, netns_fd = await asyncio.shield(made), await asyncio.shield(network)
+            yield place, netns_fd
+        except BaseException:
+            # also when we are being cancelled: a half-made container must not stay
+            await asyncio.shield(self._abandon(made))
+            raise
+        finally:
+            found = (await asyncio.shield(asyncio.gather(network, return_exceptions=True)))[0]
+            if isinstance(found, int):
+                os.close(found)  # the container's processes hold it from here on
+
+    async def _abandon(self, made: asyncio.Task[Place]) -> None:
+        place = (await asyncio.gather(made, return_exceptions=True))[0]
+        if isinstance(place, Place):
+            await asyncio.to_thread(place.remove)
 
     async def _activate(
         self, name: str, place: Place, pid: int, image: Image, manifest: Manifest | None = None
@@ -256,9 +274,9 @@ class Sandboxes:
             if manifest is not None and found != manifest.process:
                 raise RestoreFailed(f"sandbox {name} came back in another state than it was checkpointed in")
             attempt = max(attempt, state.attempt)
-            await session.fence((attempt, place.generation))
-            await asyncio.to_thread(place.protect_agent)
-            await asyncio.to_thread(_health.folders_to_watch, image.path, image.digest)  # cached after the first time
+            await asyncio.gather(
+                session.fence((attempt, place.generation)), asyncio.to_thread(self._settle_in, place, image)
+            )
             parent = manifest.id if manifest else None
             sandbox = Sandbox(
                 self, name, place=place, init_pid=pid, session=session, image=image, attempt=attempt, parent=parent
@@ -269,9 +287,9 @@ class Sandboxes:
         self._sandboxes[name] = sandbox
         return sandbox
 
-    async def _abandon(self, place: Place) -> None:
-        # also when we are being cancelled: a half-made container must not stay
-        await asyncio.shield(asyncio.to_thread(place.remove))
+    def _settle_in(self, place: Place, image: Image) -> None:
+        place.protect_agent()
+        _health.folders_to_watch(image.path, image.digest)  # kept for all sandboxes of this image
 
     async def _retire_name(self, name: str) -> None:
         current = self._sandboxes.get(name)

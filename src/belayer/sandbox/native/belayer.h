@@ -2,7 +2,7 @@
  *
  *   keeper   on the host, one per run: starts helpers, adopts and reaps containers, kills all of them when the driver dies
  *   create   on the host, short-lived: makes the namespaces of a container and becomes its init
- *   restore  on the host, short-lived: makes a fresh network namespace and a private mount table, then runs CRIU
+ *   restore  on the host, short-lived: joins the cgroups, makes a private mount table, then runs CRIU
  *   init     inside the container as PID 1: reaps, runs commands, owns the terminal of the persistent shell
  *
  * The init role must stay dumpable by CRIU: it holds no descriptor of the host, its socket lives in the external mount
@@ -42,7 +42,6 @@ void *xmalloc(size_t n);
 int64_t now_ns(void);
 int set_nonblock(int fd);
 int write_file(const char *path, const char *text);
-int raise_loopback(void);
 int kill_children(int rounds_ms);
 
 /* seccomp.c */

@@ -155,12 +155,12 @@ int create_main(int argc, char **argv) {
     struct options o;
     parse(argc, argv, &o);
     if (!o.root || !o.agent || !o.hostname) {
-        fprintf(stderr, "create --root DIR --agent DIR --hostname NAME [--cgroup DIR]...");
+        fprintf(stderr, "create (network namespace: descriptor 10) --root DIR --agent DIR --hostname NAME [--cgroup DIR]...");
         return 64;
     }
     join_cgroups(&o);
-    if (unshare(CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID)) die("no namespaces");
-    if (raise_loopback()) die("the loopback interface cannot be raised");
+    if (setns(PASSED_FD, CLONE_NEWNET)) die("cannot enter the network namespace");
+    if (unshare(CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID)) die("no namespaces");
     private_mounts(o.root);
     int report[2];
     if (pipe2(report, O_CLOEXEC)) die("no pipe");
@@ -187,20 +187,10 @@ int restore_main(int argc, char **argv) {
     struct options o;
     parse(argc, argv, &o);
     if (!o.root || !o.rest || !o.rest[0]) {
-        fprintf(stderr, "restore --root DIR [--cgroup DIR]... -- criu restore ...");
+        fprintf(stderr, "restore (network namespace: descriptor 10, for CRIU) --root DIR [--cgroup DIR]... -- criu restore ...");
         return 64;
     }
     join_cgroups(&o); /* restored processes start in the cgroups of CRIU */
-    int host = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
-    if (host < 0 || unshare(CLONE_NEWNET)) die("no network namespace");
-    if (raise_loopback()) die("the loopback interface cannot be raised");
-    int fresh = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
-    if (fresh < 0 || setns(host, CLONE_NEWNET)) die("cannot return to the host's network");
-    if (fresh != PASSED_FD) {
-        dup2(fresh, PASSED_FD);
-    } else {
-        fcntl(fresh, F_SETFD, 0);
-    }
     private_mounts(o.root);
     execv(o.rest[0], o.rest);
     die("cannot run %s", o.rest[0]);

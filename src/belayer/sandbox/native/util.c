@@ -4,13 +4,10 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <net/if.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -74,19 +71,6 @@ int write_file(const char *path, const char *text) {
     close(fd);
     errno = saved;
     return n == (ssize_t)strlen(text) ? 0 : -1;
-}
-
-int raise_loopback(void) {
-    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return -1;
-    struct ifreq request = {.ifr_name = "lo"};
-    int rc = ioctl(fd, SIOCGIFFLAGS, &request);
-    if (!rc) {
-        request.ifr_flags |= IFF_UP | IFF_RUNNING;
-        rc = ioctl(fd, SIOCSIFFLAGS, &request);
-    }
-    close(fd);
-    return rc;
 }
 
 /* Kill every child of the caller, and, since the caller is their subreaper, then their children, until none is left.
