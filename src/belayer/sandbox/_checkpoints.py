@@ -174,6 +174,7 @@ class Checkpoints:
 
     def _make_room(self, sandbox: Sandbox) -> None:
         """Keep within the budget of memory-backed images: the oldest ones go to disk. Blocking."""
+        self.data.store.check_room()
         everything = sorted((m for group in list(self._known.values()) for m in group), key=lambda m: m.sequence)
         held = [manifest for manifest in everything if (self.data.memory / manifest.id).is_dir()]
         used = sum(manifest.image_bytes for manifest in held)

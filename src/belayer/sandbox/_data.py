@@ -45,6 +45,7 @@ class RunData:
         self.run_id = id_file.read_text().strip()
         self.memory = labels.SHM_DIR / f"{PREFIX}{self.run_id}"
         self.disk = self.checkpoints / "images"
+        self.store = store
         self.snapshots = store.root / "runs-data" / self.run_id
         self.memory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(self.memory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -21,6 +21,7 @@ class Places:
     def __init__(self, store: Store, label: RunLabel, config: SandboxConfig, program: Path) -> None:
         self.roots = store.root / "runs" / label.name
         self.label = label
+        self._store = store
         self._config = config
         self.roots.mkdir(exist_ok=True)
         # the store's own proof of life: another process may see this store without seeing our runtime folder
@@ -35,6 +36,7 @@ class Places:
 
         Raises `StorageFull`.
         """
+        self._store.check_room()
         place = Place(self.roots, f"{safe_name(name)}-{generation}", self.label, generation)
         try:
             with storage_errors(f"no room for a root of sandbox {name}"):

@@ -27,6 +27,7 @@ from belayer.ownership import cache_dir, labels
 from belayer.sandbox import _btrfs, _loop
 
 MOUNT_PREFIX = "store-"
+RESERVE = 128 << 20  # bytes that must be free to make a root or a checkpoint
 
 
 @contextmanager
@@ -47,8 +48,16 @@ def storage_errors(what: str):
 class Store:
     """An opened store. `root` is the top of the tree; `close()` unmounts it if nobody else uses it."""
 
-    def __init__(self, root: Path, users_fd: int, mount_lock: Path | None, mount_point: Path | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        users_fd: int,
+        mount_lock: Path | None = None,
+        mount_point: Path | None = None,
+        file: Path | None = None,
+    ) -> None:
         self.root = root
+        self.file = file
         self.users_fd = users_fd
         self.mount_lock = mount_lock
         self.mount_point = mount_point
@@ -64,7 +73,7 @@ class Store:
         if _btrfs.is_btrfs(folder):
             users = _open_lock(folder / "users.lock")
             fcntl.flock(users, fcntl.LOCK_SH)
-            store = cls(folder, users, None, None)
+            store = cls(folder, users)
         else:
             store = cls._open_file(folder / "store.btrfs", size)
         try:
@@ -97,7 +106,7 @@ class Store:
         except BaseException:
             os.close(users)
             raise
-        return cls(point, users, place / "mount.lock", point)
+        return cls(point, users, place / "mount.lock", point, file)
 
     @property
     def images(self) -> Path:
@@ -105,8 +114,23 @@ class Store:
 
     def free_bytes(self) -> int:
         """Bytes that can still be written: the smaller of the store's room and that of the disk below a store file."""
-        here = os.statvfs(self.root)
-        return here.f_bavail * here.f_frsize
+        free = _free(self.root)
+        return free if self.file is None else min(free, _free(self.file))
+
+    def check_room(self) -> None:
+        """Raises `StorageFull` when little is left.
+
+        The disk below a store file must never run full: the file system in it would see failing writes, not a lack of
+        space, and turn read-only for everybody.
+        """
+        free = self.free_bytes()
+        if free < RESERVE:
+            where = self.root if self.file is None or _free(self.file) > free else self.file.parent
+            raise StorageFull(
+                f"{where} has {free >> 20} MB left; sandboxes need {RESERVE >> 20} MB",
+                kept="everything that was published",
+                next_step="free disk space, remove old run directories, or raise sandbox.store_bytes",
+            )
 
     def close(self) -> None:
         """Stop using the store. Unmounts it when no other process uses it."""
@@ -219,3 +243,8 @@ def _locked(path: Path, timeout_s: float = 30.0):
 def _is_mounted(point: Path) -> bool:
     with open("/proc/self/mountinfo") as table:
         return any(line.split(" ")[4].encode().decode("unicode_escape") == str(point) for line in table)
+
+
+def _free(path: Path) -> int:
+    here = os.statvfs(path)
+    return here.f_bavail * here.f_frsize
