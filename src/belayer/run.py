@@ -58,7 +58,7 @@ class Run:
     @classmethod
     async def open(
         cls,
-        directory: str | Path,
+        directory: str | Path | RunDirectory,
         config: Config | None = None,
         *,
         tokenizer: Tokenizer | None = None,
@@ -68,19 +68,17 @@ class Run:
     ) -> Run:
         """Open or resume the run in `directory`, and start its engine and sandboxes.
 
-        `weights` (Hugging Face names) replace the model folder's, for a run that resumes in the middle of training.
+        A `RunDirectory` that the caller has opened already passes to the run, which closes it. `weights` (Hugging Face names) replace the model folder's, for a run that resumes in the middle of training.
         Raises `RunInUse`, `RunVersionMismatch`, `ConfigError`, `EngineError`, `SandboxError`; whatever was started
         is gone again then.
         """
         config = config or Config()
-        if config.engine.model is None:
-            raise ConfigError(
-                "engine.model is not set", next_step="give the folder of a model with safetensors weights"
-            )
-        opened = RunDirectory.open(
-            Path(directory), about={"seed": config.run.seed, "config": config.model_dump(mode="json")}
-        )
+        opened = directory if isinstance(directory, RunDirectory) else open_directory(Path(directory), config)
         try:
+            if config.engine.model is None:
+                raise ConfigError(
+                    "engine.model is not set", next_step="give the folder of a model with safetensors weights"
+                )
             if opened.about.get("seed") != config.run.seed:
                 raise ConfigError(
                     f"{opened.path} was started with seed {opened.about.get('seed')}, not {config.run.seed}",
@@ -305,6 +303,11 @@ class Run:
 
     def _emit(self, kind: str, subject: str, **data: Any) -> None:
         self.sink(events.Event(kind=kind, subject=subject, data=data))
+
+
+def open_directory(path: Path, config: Config) -> RunDirectory:
+    """Take the run directory `path`, and describe the run in it if it is new. Raises `RunError`, `StorageFull`."""
+    return RunDirectory.open(path, about={"seed": config.run.seed, "config": config.model_dump(mode="json")})
 
 
 def _checked_reward(rollout_id: str, reward: Any) -> float:

@@ -54,5 +54,5 @@ def test_environment_beats_file_and_flags_beat_environment(tmp_path, monkeypatch
 
 def test_an_unknown_environment_key_is_an_error_too(monkeypatch):
     monkeypatch.setenv("BELAYER_ENGINE__STANDBYE", "none")
-    with pytest.raises(ConfigError, match="engine.standby"):
+    with pytest.raises(ConfigError, match=r"engine\.standby"):
         load_config()

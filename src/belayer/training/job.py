@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,7 @@ from belayer.journal import read_histories, scan
 from belayer.journal.records import Acknowledged
 from belayer.ownership.reap import label_of_process
 from belayer.rollout import Trajectory, trajectory
-from belayer.run import Run
+from belayer.run import Run, open_directory
 from belayer.training.grpo import train
 from belayer.training.interface import StepReport, TrainingStopped
 from belayer.training.model import prepare_model
@@ -90,7 +90,7 @@ class RunSource:
                 return future.result(timeout=0.5)
             except TimeoutError:
                 if future.done():
-                    raise  # the work itself timed out
+                    return future.result()  # it ended just now, perhaps with a timeout of its own
                 if self._stop.is_set():
                     future.cancel()
                     raise TrainingStopped from None
@@ -101,25 +101,34 @@ def step_name(step: int) -> str:
 
 
 async def run_job(
-    config: Config, base: Path, run_dir: Path, *, sink: events.EventSink, say: Any = lambda text: None
+    config: Config, base: Path, run_dir: Path, *, sink: events.EventSink, say: Callable[[str], None] = lambda text: None
 ) -> JobOutcome:
     """Train to the end, or go on where an earlier session of the same run directory stopped.
 
     `base` is the folder that the task's path is relative to. Cancel it to stop; everything is gone then and the run
     can be resumed.
     """
-    if config.train is None:
+    train_config = config.train
+    if train_config is None:
         raise ConfigError("the configuration has no [train] section")
     begun = time.perf_counter()
-    task = load_task(config.train.task, base)
+    task = load_task(train_config.task, base)
     state_dir = run_dir / "trainer"
-    say("preparing the model")
-    model = await asyncio.to_thread(prepare_model, config.train, task, state_dir, config.run.seed, say, base=base)
-    state = newest_state(state_dir)
+    # the lock comes first: nobody else may touch the model and the states below it
+    directory = open_directory(run_dir, config)
+    try:
+        say("preparing the model")
+        model = await _in_thread(
+            lambda progress: prepare_model(train_config, task, state_dir, config.run.seed, progress, base=base), say
+        )
+        state = newest_state(state_dir)
+    except BaseException:
+        directory.close()
+        raise
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
     say("starting engine and sandboxes")
     opening = Run.open(
-        run_dir,
+        directory,
         config,
         tokenizer=task.tokenizer,
         sink=sink,
@@ -135,7 +144,7 @@ async def run_job(
                 data={
                     "seed": config.run.seed,
                     "resumed": run.directory.resumed,
-                    "steps": config.train.steps,
+                    "steps": train_config.steps,
                     "inject": config.faults.inject,
                     "versions": versions(),
                 },
@@ -146,6 +155,22 @@ async def run_job(
     wall_s = time.perf_counter() - begun
     sink(events.Event(kind=events.RUN_FINISHED, data={"wall_s": wall_s, "ok": counts[0] == counts[1]}))
     return JobOutcome(counts, skipped, wall_s)
+
+
+async def _in_thread(work: Callable[[Callable[[str], None]], T], say: Callable[[str], None]) -> T:
+    """Run blocking `work(progress)`; when this is cancelled, `progress` unwinds the thread at its next report."""
+    stop = threading.Event()
+
+    def progress(text: str) -> None:
+        if stop.is_set():
+            raise TrainingStopped
+        say(text)
+
+    try:
+        return await asyncio.to_thread(work, progress)
+    except asyncio.CancelledError:
+        stop.set()
+        raise
 
 
 async def _train_with_faults(
