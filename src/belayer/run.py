@@ -68,9 +68,9 @@ class Run:
     ) -> Run:
         """Open or resume the run in `directory`, and start its engine and sandboxes.
 
-        A `RunDirectory` that the caller has opened already passes to the run, which closes it. `weights` (Hugging Face names) replace the model folder's, for a run that resumes in the middle of training.
-        Raises `RunInUse`, `RunVersionMismatch`, `ConfigError`, `EngineError`, `SandboxError`; whatever was started
-        is gone again then.
+        A `RunDirectory` that the caller has opened passes to the run, which closes it. `weights` (Hugging Face names)
+        replace the model folder's, for a run that resumes in the middle of training. Raises `RunInUse`,
+        `RunVersionMismatch`, `ConfigError`, `EngineError`, `SandboxError`; whatever was started is gone again then.
         """
         config = config or Config()
         opened = directory if isinstance(directory, RunDirectory) else open_directory(Path(directory), config)
@@ -107,7 +107,12 @@ class Run:
             self.config.sandbox, self.label, checkpoints=checkpoints, events=self.sink
         )
         self.engine = await Engine.start(
-            self.config.engine, self.label, events=self.sink, policy_version=policy_version, weights=weights
+            self.config.engine,
+            self.label,
+            events=self.sink,
+            policy_version=policy_version,
+            weights=weights,
+            log_dir=self.directory.path / "logs",
         )
 
     async def __aenter__(self) -> Run:
