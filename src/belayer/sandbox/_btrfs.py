@@ -123,3 +123,14 @@ def set_immutable(path: Path, on: bool) -> None:
         fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("<Q", wanted))
     finally:
         os.close(fd)
+
+
+def wait_for_free_space(path: Path) -> None:
+    """Write out what was deleted, so that its space can be used again. Blocking."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(fd):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(fd)

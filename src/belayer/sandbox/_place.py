@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -13,6 +14,8 @@ from belayer.config import SandboxConfig
 from belayer.ownership import RunLabel
 from belayer.sandbox import _btrfs, _cgroup
 from belayer.sandbox.store import Store, remove_tree, storage_errors
+
+AGENTS = "agents"
 
 
 class Places:
@@ -30,6 +33,8 @@ class Places:
         # one copy per run on the store's own file system: each sandbox gets a clone of it, which costs no data
         self._init = self.roots / "init"
         shutil.copy(program, self._init)
+        # a subvolume, since it can be deleted whole even when the store is so full that no flag can be changed any more
+        _btrfs.create_subvolume(self.roots / AGENTS)
 
     def prepare(self, name: str, generation: int, source: Path) -> Place:
         """The place of a new generation whose root starts as the subvolume `source`. Blocking, a few milliseconds.
@@ -51,13 +56,15 @@ class Places:
         return place
 
     def remove(self) -> None:
-        """Remove what is left of the run. Every container must be dead."""
+        """Remove what is left of the run. Every container must be dead. Blocking."""
+        if self._lock >= 0:
+            try:
+                remove_tree(self.roots)
+            finally:
+                os.close(self._lock)
+                self._lock = -1
         for folder in _cgroup.run_folders(self.label.name):
             _cgroup.remove_folder(folder)
-        if self._lock >= 0:
-            remove_tree(self.roots)
-            os.close(self._lock)
-            self._lock = -1
 
 
 class Place:
@@ -65,7 +72,7 @@ class Place:
 
     def __init__(self, roots: Path, key: str, label: RunLabel, generation: int) -> None:
         self.root = roots / key
-        self.agent = roots / f"{key}.agent"
+        self.agent = roots / AGENTS / key
         self.work = label.dir / key
         self.generation = generation
         self.cgroup = _cgroup.SandboxCgroup(label.name, key)
@@ -80,9 +87,16 @@ class Place:
         self.cgroup.kill()
         self.cgroup.remove()
         shutil.rmtree(self.work, ignore_errors=True)
-        for folder in (self.agent, self.root):
-            if folder.is_dir():
-                remove_tree(folder)
+        if self.root.is_dir():
+            remove_tree(self.root)
+        try:
+            for path in (self.agent, self.agent / "init"):
+                if path.exists():
+                    _btrfs.set_immutable(path, False)
+            shutil.rmtree(self.agent, ignore_errors=True)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise  # else it goes with the run's subvolume
 
 
 def safe_name(name: str) -> str:

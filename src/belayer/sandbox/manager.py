@@ -18,10 +18,10 @@ from typing import Any
 from belayer import events as names
 from belayer.checkpoint.manifest import Manifest, ProcessState
 from belayer.config import SandboxConfig
-from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable
+from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable, StorageFull
 from belayer.events import Event, EventSink, ignore
 from belayer.ownership import RunLabel
-from belayer.sandbox import _cgroup, _data, _health, criu, images
+from belayer.sandbox import _btrfs, _cgroup, _data, _health, criu, images
 from belayer.sandbox._checkpoints import HOSTNAME, Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
@@ -33,6 +33,7 @@ from belayer.sandbox.images import Image
 from belayer.sandbox.store import Store
 
 CREATE_TIMEOUT_S = 20.0
+FREE_SPACE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0  # first answer of a new or restored init
 
 
@@ -129,6 +130,25 @@ class Sandboxes:
         Raises `CheckpointDamaged` (nothing was touched), `RestoreFailed` (the old container is gone, nothing was
         activated), `StorageFull`.
         """
+        try:
+            return await self._restore(name, checkpoint_id)
+        except StorageFull:
+            if name not in self._sandboxes:
+                raise
+        # the container that is to be replaced may itself be what fills the store: remove it, and wait for its space
+        await self.retire(self._sandboxes[name])
+        deadline = time.monotonic() + FREE_SPACE_TIMEOUT_S
+        while True:
+            await asyncio.gather(*self._chores, return_exceptions=True)
+            await asyncio.to_thread(_btrfs.wait_for_free_space, self.store.root)
+            try:
+                return await self._restore(name, checkpoint_id)
+            except StorageFull:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+
+    async def _restore(self, name: str, checkpoint_id: str) -> Sandbox:
         manifest = self.checkpoints.load(checkpoint_id)
         async with self._lock(name):
             # a sandbox refuses generations below the newest it has seen, also one that is restored under a new name
@@ -214,11 +234,21 @@ class Sandboxes:
             await self.retire(sandbox)
         while self._chores:
             await asyncio.gather(*self._chores, return_exceptions=True)
-        await asyncio.to_thread(self._places.remove)
-        await asyncio.to_thread(self.checkpoints.data.close)
-        # the keeper shares our lock on the store and unmounts it if nobody else uses it: nothing of ours is in it now
-        await self._keeper.close()
-        await asyncio.to_thread(self.store.close)
+        failures: list[Exception] = []
+        # each of these whatever happened to the ones before. The keeper shares our lock on the store and unmounts it if
+        # nobody else uses it, so it goes when nothing of ours is in the store any more
+        for step in (
+            lambda: asyncio.to_thread(self._places.remove),
+            lambda: asyncio.to_thread(self.checkpoints.data.close),
+            self._keeper.close,
+            lambda: asyncio.to_thread(self.store.close),
+        ):
+            try:
+                await step()
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     async def retire(self, sandbox: Sandbox) -> None:
         """Kill one container now; its remains are removed in the background. Its checkpoints stay."""

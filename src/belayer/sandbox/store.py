@@ -27,7 +27,7 @@ from belayer.ownership import cache_dir, labels
 from belayer.sandbox import _btrfs, _loop
 
 MOUNT_PREFIX = "store-"
-RESERVE = 128 << 20  # bytes that must be free to make a root or a checkpoint
+RESERVE = 512 << 20  # bytes that must be free below a store file to make a root or a checkpoint
 
 
 @contextmanager
@@ -118,19 +118,18 @@ class Store:
         return free if self.file is None else min(free, _free(self.file))
 
     def check_room(self) -> None:
-        """Raises `StorageFull` when little is left.
+        """Raises `StorageFull` when the disk below a store file is nearly full.
 
-        The disk below a store file must never run full: the file system in it would see failing writes, not a lack of
-        space, and turn read-only for everybody.
+        It must never run full: the file system in the file would see failing writes, not a lack of space, and turn
+        read-only for everybody. The room inside the file is not looked at: btrfs's own answer to a write is exact.
         """
-        free = self.free_bytes()
-        if free < RESERVE:
-            where = self.root if self.file is None or _free(self.file) > free else self.file.parent
-            raise StorageFull(
-                f"{where} has {free >> 20} MB left; sandboxes need {RESERVE >> 20} MB",
-                kept="everything that was published",
-                next_step="free disk space, remove old run directories, or raise sandbox.store_bytes",
-            )
+        if self.file is None or _free(self.file) >= RESERVE:
+            return
+        raise StorageFull(
+            f"the disk of {self.file} has {_free(self.file) >> 20} MB left; sandboxes need {RESERVE >> 20} MB",
+            kept="everything that was published",
+            next_step="free disk space or remove old run directories",
+        )
 
     def close(self) -> None:
         """Stop using the store. Unmounts it when no other process uses it."""
@@ -162,23 +161,15 @@ def unmount_unused() -> list[str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete `path` whatever it is: a subvolume, a file, or a folder of them, immutable or not."""
+    """Delete `path` whatever it is: a subvolume, a file, or a folder of them."""
     if path.is_symlink() or not path.is_dir():
-        try:
-            path.unlink(missing_ok=True)
-        except PermissionError:
-            _btrfs.set_immutable(path, False)
-            path.unlink()
-        return
-    if path.stat().st_ino == 256:  # the root of every btrfs subvolume
+        path.unlink(missing_ok=True)
+    elif path.stat().st_ino == _btrfs.SUBVOLUME_INODE:
         _btrfs.delete_subvolume(path)
-        return
-    entries = list(path.iterdir())
-    if path.name.endswith(".agent"):
-        _btrfs.set_immutable(path, False)
-    for entry in entries:
-        remove_tree(entry)
-    path.rmdir()
+    else:
+        for entry in list(path.iterdir()):
+            remove_tree(entry)
+        path.rmdir()
 
 
 def _unmount_if_unused(users: int, point: Path) -> bool:
