@@ -32,7 +32,7 @@ def train(
     reference: Annotated[
         bool, Parameter(negative="", help="Afterwards run the same seed without faults, and compare every token.")
     ] = False,
-    run_dir: Annotated[Path | None, Parameter(help="Where the run goes; default: runs/<name>, numbered.")] = None,
+    run_dir: Annotated[Path | None, Parameter(help="Where the run goes; default: runs/NAME, numbered.")] = None,
     seed: Annotated[int | None, Parameter(help="Instead of run.seed.")] = None,
     steps: Annotated[int | None, Parameter(help="Instead of train.steps.")] = None,
     plain: Annotated[bool, Parameter(negative="", help="Lines instead of the live view.")] = False,

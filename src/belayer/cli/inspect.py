@@ -58,7 +58,9 @@ def show_command(run: Path, rollout: str | None) -> int:
 
 
 def _print_rollouts(histories: dict[str, History]) -> None:
-    table = Table("rollout", "state", "reward", "tokens", "actions", "restores", "truncations", "attempt")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rollout", "state", "reward", "tokens", "actions", "restored", "cut", "try"):
+        table.add_column(heading, no_wrap=True)
     for name, history in histories.items():
         state = "delivered" if history.acknowledged else "finished" if history.finished else "unfinished"
         if history.failed:
