@@ -13,7 +13,7 @@ from belayer import events
 from belayer.config import Config, load_config
 from belayer.errors import BelayerError, ConfigError, RunError
 from belayer.journal import compare_runs
-from belayer.observe import MetricsLog, RunSummary, Summary, open_view, write_report, write_timeline
+from belayer.observe import MetricsLog, RunSummary, Summary, open_view, read_summary, write_report, write_timeline
 from belayer.run_directory import write_atomically
 
 console = Console(highlight=False)
@@ -70,7 +70,7 @@ def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain:
     write_atomically(directory / JOB_FILE, json.dumps(job, indent=1).encode())
     console.print(f"run directory: {directory}")
     try:
-        summary = _one_run(config, base, directory, title=directory.name, plain=plain)
+        summary = _finished(directory) or _one_run(config, base, directory, title=directory.name, plain=plain)
         if reference:
             summary = _reference(config, base, directory, plain=plain)
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -87,9 +87,17 @@ def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain:
     return 0 if good else 1
 
 
+def _finished(directory: Path) -> RunSummary | None:
+    """The summary of a run that has reached its end, or None."""
+    path = directory / "summary.json"
+    summary = read_summary(path) if path.exists() else None
+    return summary if summary is not None and summary.finished else None
+
+
 def _one_run(config: Config, base: Path, directory: Path, *, title: str, plain: bool) -> RunSummary:
     from belayer.training.job import run_job
 
+    directory.mkdir(parents=True, exist_ok=True)
     metrics_path = directory / "metrics.jsonl"
     summary = Summary.from_metrics(metrics_path) if metrics_path.exists() else Summary()
     with MetricsLog(metrics_path) as metrics, open_view(title, plain=plain) as view:
@@ -115,8 +123,7 @@ def _reference(config: Config, base: Path, directory: Path, *, plain: bool) -> R
     """Run the same seed without faults, compare, and put the result into the first run's metrics and summary."""
     other = directory / "reference"
     calm = config.model_copy(update={"faults": config.faults.model_copy(update={"inject": False})})
-    finished = (other / "summary.json").exists() and json.loads((other / "summary.json").read_text()).get("finished")
-    if not finished:
+    if _finished(other) is None:
         console.print("the same seed again, without faults")
         _one_run(calm, base, other, title=f"{directory.name} without faults", plain=plain)
     found = compare_runs(directory, other)

@@ -57,12 +57,14 @@ class RunLabel:
     def new(cls, purpose: str = "") -> RunLabel:
         """Take a fresh label. `purpose` (a run directory, a test name) is shown by `belayer doctor`."""
         name = PREFIX + secrets.token_hex(4)
-        folder = RUNTIME_DIR / name
+        # made under another name and renamed once locked: a reaper must never see a label that is not held
+        folder = RUNTIME_DIR / f".new-{name}"
         folder.mkdir(parents=True, mode=0o700)
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         info = {"pid": os.getpid(), "purpose": purpose, "started": time.time()}
         (folder / "info.json").write_text(json.dumps(info))
+        folder.rename(RUNTIME_DIR / name)
         (SHM_DIR / name).mkdir(parents=True, mode=0o700)
         return cls(name, fd)
 
