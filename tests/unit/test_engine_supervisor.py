@@ -1,0 +1,214 @@
+"""The supervisor's stories, one by one. The stateful test tries them in every order."""
+
+from __future__ import annotations
+
+import pytest
+
+from belayer.engine import supervisor as sv
+from belayer.engine.supervisor import State
+
+pytestmark = pytest.mark.unit
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def started(*, standby: bool = True, ready: bool = True) -> tuple[sv.Supervisor, Clock]:
+    """A serving worker 1 and, unless there is to be none, shadow 2."""
+    clock = Clock()
+    supervisor = sv.Supervisor(sv.Limits(standby=standby), clock)
+    spawns = supervisor.begin()
+    assert spawns == [sv.Spawn(True, False)] + [sv.Spawn(False, False)] * standby
+    assert supervisor.handle(sv.Started(1)) == []
+    if standby:
+        supervisor.handle(sv.Started(2))
+    assert supervisor.handle(sv.Ready(1)) == [sv.Activate(1)]
+    assert supervisor.handle(sv.Activated(1)) == [sv.Route(1)]
+    assert supervisor.handle(sv.Rebuilt(1)) == []
+    if standby and ready:
+        supervisor.handle(sv.Ready(2))
+    assert supervisor.state is State.SERVING and supervisor.protected == (standby and ready)
+    return supervisor, clock
+
+
+def cold_started(supervisor: sv.Supervisor, generation: int) -> None:
+    assert supervisor.state is State.COLD_START
+    supervisor.handle(sv.Started(generation))
+    assert supervisor.handle(sv.Ready(generation)) == [sv.Activate(generation)]
+    assert supervisor.handle(sv.Activated(generation)) == [sv.Route(generation)]
+    assert supervisor.how == "cold start"
+
+
+def test_promotion() -> None:
+    supervisor, _ = started()
+    assert supervisor.handle(sv.Died(1, "SIGKILL")) == [sv.Fence(1)]
+    assert supervisor.serving is None
+    assert supervisor.handle(sv.Fenced(1)) == [sv.CheckOwner()]
+    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Activate(2)]
+    assert supervisor.serving is None  # answering made nobody eligible
+    assert supervisor.handle(sv.Activated(2)) == [sv.Route(2)]
+    assert (supervisor.serving, supervisor.how, supervisor.state) == (2, "promotion", State.REBUILDING)
+    assert supervisor.handle(sv.Rebuilt(2)) == [sv.Spawn(fill=False, background=True)]
+
+
+def test_nobody_is_let_in_before_every_fence_is_done() -> None:
+    supervisor, _ = started()
+    assert supervisor.handle(sv.Died(2, "shadow")) == [sv.Fence(2), sv.Spawn(False, True)]
+    supervisor.handle(sv.Started(3))
+    supervisor.handle(sv.Ready(3))
+    assert supervisor.handle(sv.Hung(1, "stuck")) == [sv.Fence(1)]
+    assert supervisor.handle(sv.Fenced(2)) == []  # the old shadow is gone, the worker is not yet
+    assert supervisor.handle(sv.Fenced(1)) == [sv.CheckOwner()]
+    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Activate(3)]
+
+
+def test_without_a_shadow_it_starts_from_cold() -> None:
+    supervisor, _ = started(standby=False)
+    supervisor.handle(sv.Died(1, "SIGKILL"))
+    supervisor.handle(sv.Fenced(1))
+    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Spawn(fill=False, background=False)]
+    cold_started(supervisor, 2)
+    assert supervisor.handle(sv.Rebuilt(2)) == []  # and no shadow is started where none is wanted
+
+
+def test_a_half_started_shadow_is_quicker_than_a_new_process() -> None:
+    supervisor, _ = started(ready=False)
+    supervisor.handle(sv.Died(1, "SIGKILL"))
+    supervisor.handle(sv.Fenced(1))
+    assert supervisor.handle(sv.OwnerChecked(None)) == []
+    assert supervisor.handle(sv.Ready(2)) == [sv.Activate(2)]
+
+
+@pytest.mark.parametrize("failure", ["refused", "died", "too late"])
+def test_a_failed_promotion_ends_in_a_cold_start(failure: str) -> None:
+    supervisor, clock = started()
+    supervisor.handle(sv.Died(1, "SIGKILL"))
+    supervisor.handle(sv.Fenced(1))
+    supervisor.handle(sv.OwnerChecked(None))
+    clock.now += supervisor.limits.promote_s - 0.1
+    assert supervisor.handle(sv.Tick()) == []
+    if failure == "too late":
+        clock.now += 0.2
+        event: sv.Event = sv.Tick()
+    else:
+        event = sv.Refused(2, "wrong layout") if failure == "refused" else sv.Died(2, "SIGSEGV")
+    assert supervisor.handle(event) == [sv.Fence(2)]
+    assert supervisor.handle(sv.Activated(2)) == []  # too late
+    assert supervisor.handle(sv.Fenced(2)) == [sv.CheckOwner()]
+    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Spawn(False, False)]
+    cold_started(supervisor, 3)
+
+
+def test_a_dead_owner_is_replaced_before_anybody_serves_again() -> None:
+    supervisor, _ = started()
+    supervisor.handle(sv.Died(1, "SIGKILL"))
+    supervisor.handle(sv.Fenced(1))
+    # the shadow looks at memory of an owner that is gone
+    assert supervisor.handle(sv.OwnerChecked("the owner is dead")) == [sv.Fence(2), sv.ReplaceOwner()]
+    supervisor.handle(sv.Fenced(2))
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, False)]
+    cold_started(supervisor, 3)
+
+
+def test_the_worker_outlives_its_owner() -> None:
+    supervisor, _ = started()
+    assert supervisor.handle(sv.OwnerLost()) == [sv.Fence(2), sv.ReplaceOwner()]
+    assert supervisor.serving == 1 and not supervisor.protected
+    assert supervisor.handle(sv.OwnerLost()) == []
+    supervisor.handle(sv.Fenced(2))
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, True)]
+    assert supervisor.state is State.SERVING
+
+
+def test_a_worker_without_an_owner_serves_on_unprotected() -> None:
+    supervisor, _ = started()
+    supervisor.handle(sv.OwnerLost())
+    supervisor.handle(sv.Fenced(2))
+    assert supervisor.handle(sv.OwnerReplaced("no memory")) == []
+    assert supervisor.serving == 1 and supervisor.state is State.SERVING
+
+
+def test_attempts_are_bounded_and_the_first_reason_is_kept() -> None:
+    supervisor, _ = started(standby=False)
+    assert supervisor.handle(sv.Died(1, "first")) == [sv.Fence(1)]
+    supervisor.handle(sv.Fenced(1))
+    supervisor.handle(sv.OwnerChecked(None))
+    for attempt in range(2, 10):
+        supervisor.handle(sv.Started(attempt))
+        supervisor.handle(sv.Died(attempt, f"later {attempt}"))
+        actions = supervisor.handle(sv.Fenced(attempt))
+        if actions != [sv.CheckOwner()]:
+            break
+        supervisor.handle(sv.OwnerChecked(None))
+    assert actions == [sv.GiveUp("first")]
+    assert attempt == 1 + supervisor.limits.attempts
+    assert supervisor.state is State.UNAVAILABLE
+    assert supervisor.handle(sv.Ready(9)) == [] and supervisor.handle(sv.Tick()) == []
+
+
+def test_a_request_that_kills_every_worker_does_not_do_so_for_ever() -> None:
+    supervisor, _ = started(standby=False)
+    for generation in range(1, 10):
+        supervisor.handle(sv.Died(generation, f"death {generation}"))
+        actions = supervisor.handle(sv.Fenced(generation))
+        if actions != [sv.CheckOwner()]:
+            break
+        supervisor.handle(sv.OwnerChecked(None))
+        cold_started(supervisor, generation + 1)  # it is routed to, and dies before the first token
+    assert actions == [sv.GiveUp("death 1")]
+
+
+def test_faults_far_apart_do_not_add_up() -> None:
+    supervisor, _ = started(standby=False)
+    for generation in range(1, 20):
+        supervisor.handle(sv.Died(generation, "SIGKILL"))
+        supervisor.handle(sv.Fenced(generation))
+        supervisor.handle(sv.OwnerChecked(None))
+        cold_started(supervisor, generation + 1)
+        supervisor.handle(sv.Rebuilt(generation + 1))
+        assert supervisor.state is State.SERVING
+
+
+def test_a_start_that_fails_is_not_tried_again() -> None:
+    """The cause is the model or the configuration; the caller wants to know it now."""
+    supervisor = sv.Supervisor(sv.Limits(), Clock())
+    supervisor.begin()
+    supervisor.handle(sv.Started(1))
+    supervisor.handle(sv.Started(2))
+    assert supervisor.handle(sv.Died(1, "no such architecture")) == [sv.Fence(1)]
+    assert supervisor.handle(sv.Fenced(1)) == [sv.GiveUp("no such architecture")]
+
+
+def test_a_start_has_a_deadline() -> None:
+    clock = Clock()
+    supervisor = sv.Supervisor(sv.Limits(start_s=10, standby=False), clock)
+    supervisor.begin()
+    supervisor.handle(sv.Started(1))
+    assert supervisor.deadline == 10
+    clock.now = 10
+    assert supervisor.handle(sv.Tick()) == [sv.Fence(1)]
+    assert supervisor.handle(sv.Fenced(1)) == [sv.GiveUp("worker 1 not ready within 10 s")]
+
+
+def test_a_shadow_that_keeps_failing_is_given_up_and_the_worker_is_not() -> None:
+    supervisor, clock = started(ready=False)
+    for generation in range(2, 10):
+        clock.now += supervisor.limits.start_s  # it never becomes ready
+        actions = supervisor.handle(sv.Tick())
+        supervisor.handle(sv.Fenced(generation))
+        assert actions[0] == sv.Fence(generation)
+        if len(actions) == 1:
+            break
+        supervisor.handle(sv.Started(generation + 1))
+    assert generation == 1 + supervisor.limits.attempts
+    assert supervisor.serving == 1 and supervisor.state is State.SERVING and supervisor.deadline is None
+
+
+def test_closed_is_the_end() -> None:
+    supervisor, _ = started()
+    supervisor.handle(sv.Close())
+    assert supervisor.handle(sv.Died(1, "SIGKILL")) == [] and supervisor.state is State.CLOSED
