@@ -13,19 +13,18 @@ whose folder is gone, or holds another run id, is garbage: `settle` deletes it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import google_crc32c
 
 from belayer.checkpoint.manifest import ImageFile, Manifest, read_manifest
-from belayer.errors import CheckpointDamaged, RunInUse
+from belayer.errors import CheckpointDamaged
 from belayer.ownership import labels
+from belayer.sandbox import _claims
 from belayer.sandbox.store import Store, remove_tree
 
 PREFIX = "data-"
@@ -47,18 +46,14 @@ class RunData:
         self.disk = self.checkpoints / "images"
         self.store = store
         self.snapshots = store.root / "runs-data" / self.run_id
-        self.memory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(self.memory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        about = {"checkpoints": str(self.checkpoints)}
+        self._memory_lock = _claims.claim(self.memory, about)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise RunInUse(f"the checkpoints in {self.checkpoints} are used by another living process") from None
-        (self.memory / "owner.json").write_text(json.dumps({"checkpoints": str(self.checkpoints)}))
-        self.snapshots.mkdir(exist_ok=True)
-        (self.snapshots / "owner.json").write_text(json.dumps({"checkpoints": str(self.checkpoints)}))
-        self._store_lock = os.open(self.snapshots / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._store_lock, fcntl.LOCK_EX)
+            self._store_lock = _claims.claim(self.snapshots, about)
+        except BaseException:
+            os.close(self._memory_lock)
+            raise
+        self._open = True
 
     def manifest_path(self, checkpoint_id: str) -> Path:
         return self.checkpoints / f"{checkpoint_id}.json"
@@ -101,50 +96,49 @@ class RunData:
 
     def close(self) -> None:
         """Move what remains to disk, or, when nothing remains, delete every trace outside the run's directory."""
-        if self._lock < 0:
+        if not self._open:
             return
+        self._open = False
         self.collect_garbage()
         for manifest in self.manifests():
             if (self.memory / manifest.id).is_dir():
                 self.to_disk(manifest.id)
-        if not any(entry.is_dir() for entry in self.snapshots.iterdir()):
-            shutil.rmtree(self.snapshots, ignore_errors=True)
-        shutil.rmtree(self.memory, ignore_errors=True)
-        os.close(self._store_lock)
-        os.close(self._lock)
-        self._lock = -1
+        if any(entry.is_dir() for entry in self.snapshots.iterdir()):
+            os.close(self._store_lock)
+        else:
+            _claims.release(self.snapshots, self._store_lock)
+        _claims.release(self.memory, self._memory_lock)
 
 
 def settle() -> list[str]:
     """Clear the memory of dead runs: move resumable images to disk, delete the rest. Says what was done."""
     done = []
-    for memory in sorted(labels.SHM_DIR.glob(f"{PREFIX}*")) if labels.SHM_DIR.is_dir() else []:
-        fd = _try_lock(memory / "lock")
-        if fd is None:
-            continue
-        try:
+    for memory in _claims.claimed_folders(labels.SHM_DIR, lambda name: name.startswith(PREFIX)):
+        with _claims.if_dead(memory) as dead:
+            if not dead:
+                continue
             checkpoints = _owner(memory, memory.name.removeprefix(PREFIX))
             for entry in [e for e in memory.iterdir() if e.is_dir()] if checkpoints else []:
                 if checkpoints and (checkpoints / f"{entry.name}.json").exists():
                     _move(entry, checkpoints / "images" / entry.name)
-            shutil.rmtree(memory, ignore_errors=True)
-            done.append(f"{memory} ({'moved to ' + str(checkpoints) if checkpoints else 'deleted'})")
-        finally:
-            os.close(fd)
+            _claims.delete_dead(memory)
+            done.append(f"{memory} ({f'moved to {checkpoints}' if checkpoints else 'deleted'})")
     return done
 
 
 def settle_store(store: Store) -> list[str]:
-    """Delete from the store what belongs to no living label and to no existing run."""
+    """Delete from the store what belongs to no living process and to no existing run."""
     done = []
-    for folder in _folders(store.root / "runs"):
-        if not _is_locked(folder / "lock"):
-            remove_tree(folder)
-            done.append(str(folder))
-    for folder in _folders(store.root / "runs-data"):
-        if _owner(folder, folder.name) is None and not _is_locked(folder / "lock"):
-            remove_tree(folder)
-            done.append(str(folder))
+    for folder in _claims.claimed_folders(store.root / "runs"):
+        with _claims.if_dead(folder) as dead:
+            if dead:
+                _claims.delete_dead(folder)
+                done.append(str(folder))
+    for folder in _claims.claimed_folders(store.root / "runs-data"):
+        with _claims.if_dead(folder) as dead:
+            if dead and _owner(folder, folder.name) is None:
+                _claims.delete_dead(folder)
+                done.append(str(folder))
     return done
 
 
@@ -194,29 +188,3 @@ def _owner(folder: Path, run_id: str) -> Path | None:
         return checkpoints if (checkpoints / "run_id").read_text().strip() == run_id else None
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _folders(parent: Path) -> Iterator[Path]:
-    if parent.is_dir():
-        yield from [entry for entry in sorted(parent.iterdir()) if entry.is_dir()]
-
-
-def _try_lock(path: Path) -> int | None:
-    """The locked descriptor, or None when a living process has the lock. A missing lock file is made: nobody has it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return fd
-    except BlockingIOError:
-        os.close(fd)
-        return None
-
-
-def _is_locked(path: Path) -> bool:
-    if not path.exists():
-        return False
-    fd = _try_lock(path)
-    if fd is None:
-        return True
-    os.close(fd)
-    return False

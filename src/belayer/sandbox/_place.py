@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
-import os
 import re
 import shutil
 from pathlib import Path
 
 from belayer.config import SandboxConfig
 from belayer.ownership import RunLabel
-from belayer.sandbox import _btrfs, _cgroup
+from belayer.sandbox import _btrfs, _cgroup, _claims
 from belayer.sandbox.store import Store, remove_tree, storage_errors
 
 AGENTS = "agents"
@@ -26,10 +24,8 @@ class Places:
         self.label = label
         self._store = store
         self._config = config
-        self.roots.mkdir(exist_ok=True)
         # the store's own proof of life: another process may see this store without seeing our runtime folder
-        self._lock = os.open(self.roots / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._claim = _claims.claim(self.roots)
         # one copy per run on the store's own file system: each sandbox gets a clone of it, which costs no data
         self._init = self.roots / "init"
         shutil.copy(program, self._init)
@@ -57,12 +53,9 @@ class Places:
 
     def remove(self) -> None:
         """Remove what is left of the run. Every container must be dead. Blocking."""
-        if self._lock >= 0:
-            try:
-                remove_tree(self.roots)
-            finally:
-                os.close(self._lock)
-                self._lock = -1
+        if self._claim >= 0:
+            fd, self._claim = self._claim, -1
+            _claims.release(self.roots, fd)
         for folder in _cgroup.run_folders(self.label.name):
             _cgroup.remove_folder(folder)
 

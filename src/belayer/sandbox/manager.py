@@ -25,7 +25,7 @@ from belayer.sandbox import _btrfs, _cgroup, _data, _health, criu, images
 from belayer.sandbox._checkpoints import HOSTNAME, Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
-from belayer.sandbox._netns import fresh_netns
+from belayer.sandbox._netns import Spares
 from belayer.sandbox._place import Place, Places
 from belayer.sandbox._session import Session
 from belayer.sandbox.container import Sandbox
@@ -60,6 +60,7 @@ class Sandboxes:
         self._sandboxes: dict[str, Sandbox] = {}
         self._generations: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._networks = Spares()
         self._keeper = self._start_keeper()
         self.checkpoints = Checkpoints(data, lambda: self._keeper, config, self._chore, durable=durable)
         for name in self.checkpoints.names():
@@ -238,6 +239,7 @@ class Sandboxes:
         # each of these whatever happened to the ones before. The keeper shares our lock on the store and unmounts it if
         # nobody else uses it, so it goes when nothing of ours is in the store any more
         for step in (
+            self._networks.close,
             lambda: asyncio.to_thread(self._places.remove),
             lambda: asyncio.to_thread(self.checkpoints.data.close),
             self._keeper.close,
@@ -274,7 +276,7 @@ class Sandboxes:
                 f"sandbox {name}: {len(self._sandboxes)} are running already", next_step="raise sandbox.max_running"
             )
         generation = self._generations[name] = self._generations.get(name, 0) + 1
-        network = asyncio.create_task(fresh_netns())
+        network = asyncio.create_task(self._networks.take())
         made = asyncio.create_task(asyncio.to_thread(self._places.prepare, name, generation, source))
         try:
             place, netns_fd = await asyncio.shield(made), await asyncio.shield(network)

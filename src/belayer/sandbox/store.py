@@ -19,7 +19,7 @@ import os
 import shutil
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from belayer.errors import SandboxUnavailable, StorageFull
@@ -164,9 +164,11 @@ def remove_tree(path: Path) -> None:
     """Delete `path` whatever it is: a subvolume, a file, or a folder of them."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-    elif path.stat().st_ino == _btrfs.SUBVOLUME_INODE:
-        _btrfs.delete_subvolume(path)
-    else:
+        return
+    with suppress(FileNotFoundError):  # somebody else deletes it too
+        if path.stat().st_ino == _btrfs.SUBVOLUME_INODE and _btrfs.is_btrfs(path):
+            _btrfs.delete_subvolume(path)
+            return
         for entry in list(path.iterdir()):
             remove_tree(entry)
         path.rmdir()
