@@ -142,7 +142,7 @@ class State:
         )
         await shell(sandbox, "greet() { echo \"hello $1 from $PWD\"; }; alias ll='ls -l'; umask 027; set -o noclobber")
         # a job that counts in memory, so that its going on can be told from its being started again
-        await shell(sandbox, "(n=0; while sleep 0.05; do n=$((n+1)); echo $n >| /tmp/count; done) & job=$!")
+        await shell(sandbox, "(n=0; while sleep 0.05; do n=$((n+1)); echo $n >> /tmp/count; done) & job=$!")
         await shell(sandbox, "python3 /srv/server.py & server=$!")
         await sandbox.write("/work/turn", b"0")
 
@@ -184,13 +184,19 @@ class State:
         checksum, asked = await ask(sandbox)
         self.asked += 1
         assert (checksum, int(asked)) == (self.checksum, self.asked), "the server's memory is not what it was"
-        before = int(await run(sandbox, "cat /tmp/count || echo -1"))
+        before = await _count(sandbox)
 
         async def counted() -> bool:
-            text = (await sandbox.read("/tmp/count")).strip()
-            return bool(text) and int(text) > before
+            return await _count(sandbox) > before
 
         await eventually("the background job goes on", counted)
+
+
+async def _count(sandbox: Sandbox) -> int:
+    """How far the background job has counted. Its numbers have no gap: a job started again would begin at 1."""
+    numbers = [int(line) for line in (await run(sandbox, "cat /tmp/count 2>/dev/null; true")).split()]
+    assert numbers == list(range(1, len(numbers) + 1)), numbers[-5:]
+    return len(numbers)
 
 
 async def ask(sandbox: Sandbox) -> list[str]:
