@@ -24,8 +24,9 @@ version_ok() { # PATH: is it 4.2 or newer?
   [ -n "$version" ] && [ "$(printf '%s\n4.2\n' "$version" | sort -V | head -n 1)" = 4.2 ]
 }
 
-really_works() { # PATH: dump and restore a process of our own
-  local dir pid ok=1
+really_works() ( # PATH: dump and restore a process of our own
+  exec 2>/dev/null # the shell would report the death of the process
+  ok=1
   dir="$(mktemp -d "${TMPDIR:-/tmp}/belayer-criu.XXXXXX")"
   setsid sleep 600 </dev/null >/dev/null 2>&1 &
   pid=$!
@@ -37,8 +38,8 @@ really_works() { # PATH: dump and restore a process of our own
   fi
   kill -9 "$pid" 2>/dev/null || true
   rm -rf "$dir"
-  return "$ok"
-}
+  exit "$ok"
+)
 
 finish() { # PATH
   mkdir -p "$CACHE"
@@ -107,13 +108,29 @@ tar -C "$work/source" -xf "$work/source/$file"
 tree="$(find "$work/source" -mindepth 1 -maxdepth 1 -type d | head -n 1)"
 
 say "building criu $version (about half a minute)"
-# RUNDIR on tmpfs: the kernel's features are probed once per boot, not on every call (-26 ms each)
-if ! make -C "$tree" -j"$(nproc)" criu RUNDIR=/dev/shm CONFIG_AMDGPU=n NO_GNUTLS=1 >"$work/build.log" 2>&1; then
-  tail -n 30 "$work/build.log" >&2
-  fail "the build failed"
+# RUNDIR on tmpfs: the kernel's features are probed once per boot, not on every call (-26 ms each).
+# Static, and without the optional libraries: a call starts in 1 ms instead of 3.
+mkdir -p "$work/bin"
+cat >"$work/bin/pkg-config" <<'WRAPPER'
+#!/bin/sh
+case "$*" in *nftables* | *gnutls* | *selinux*) exit 1 ;; esac
+PATH=${PATH#*:} exec pkg-config --static "$@"
+WRAPPER
+chmod 755 "$work/bin/pkg-config"
+build() { # LINK_OPTION...: the variable is the only one that reaches the last link and no other
+  PATH="$work/bin:$PATH" make -C "$tree" -j"$(nproc)" criu RUNDIR=/dev/shm CONFIG_AMDGPU=n NO_GNUTLS=1 "$@" \
+    >>"$work/build.log" 2>&1
+}
+binary="$tree/criu/criu"
+if ! build GMONLDOPT=-static || ! really_works "$binary"; then
+  say "no static build here, trying a dynamic one"
+  rm -f "$binary"
+  if ! build; then
+    tail -n 30 "$work/build.log" >&2
+    fail "the build failed"
+  fi
 fi
-binary="$(find "$tree/criu" -maxdepth 1 -name criu -type f -perm -u+x | head -n 1)"
-[ -n "$binary" ] || fail "the build made no program"
+[ -x "$binary" ] || fail "the build made no program"
 really_works "$binary" || fail "criu $version was built, but cannot dump and restore a process on this kernel ($(uname -r))"
 mkdir -p "$target/sbin"
 install -m 755 "$binary" "$target/sbin/criu.tmp" && mv "$target/sbin/criu.tmp" "$target/sbin/criu"

@@ -7,6 +7,7 @@ half-made.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -117,4 +118,8 @@ def _delete(folder: Path) -> None:
         os.rename(folder, gone)
     except FileNotFoundError:
         return
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        gone = folder  # a full store: what takes no space, deleting, still works, and the lock is held meanwhile
     remove_tree(gone)
