@@ -79,7 +79,7 @@ def engine_config(model: Path, **changes: Any) -> EngineConfig:
 
 
 def requests(count: int, max_tokens: int = 40, *, tag: str = "r") -> list[GenerationRequest]:
-    """Greedy and sampled ones, of different lengths; the longest prompts span several KV blocks."""
+    """Greedy and sampled ones, of different lengths; the longest span several KV blocks and attention tiles."""
     kinds = (
         Sampling(max_tokens=max_tokens, temperature=0.0),
         Sampling(max_tokens=max_tokens, seed=11),
@@ -89,7 +89,7 @@ def requests(count: int, max_tokens: int = 40, *, tag: str = "r") -> list[Genera
     return [
         GenerationRequest(
             id=f"{tag}{i}",
-            prompt_ids=[(7 * j + 31 * i) % VOCABULARY for j in range(20 + 75 * i)],
+            prompt_ids=[(7 * j + 31 * i) % VOCABULARY for j in range(20 + 110 * i)],
             sampling=kinds[i % len(kinds)],
         )
         for i in range(count)

@@ -230,20 +230,22 @@ def test_every_fault_of_one_engine(model: Path) -> None:
 
         # back to the first weights in the middle of requests: each token says which weights made it, and the KV of
         # the old weights is not used for the new
+        work = requests(3, max_tokens=250)  # long enough for the update to arrive before the worker is through
+        old = await complete(engine, work)
         journal = Journal()
         update: list[asyncio.Task[Any]] = []
         journal.when_all_have(
             5,
-            COUNT,
+            len(work),
             lambda: update.append(asyncio.create_task(engine.update_weights(list(random_weights(seed=0)), 5))),
         )
-        await complete(engine, requests(COUNT), journal)
+        await complete(engine, work, journal)
         await update[0]
-        for request in requests(COUNT):
+        for request in work:
             versions = journal.versions[request.id]
             assert versions == sorted(versions) and set(versions) == {4, 5}
             before = versions.index(5)
-            assert journal.tokens[request.id][:before] == changed.tokens[request.id][:before]
+            assert journal.tokens[request.id][:before] == old.tokens[request.id][:before]
             request.resume_ids = journal.tokens[request.id][:before]
             again = Journal()
             again.tokens[request.id] = list(request.resume_ids)

@@ -21,11 +21,11 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.engine._host import Region
+from belayer.engine._vllm_invariance import linear_for_any_batch
 from belayer.engine.layout import Layout, Slice, align, first_unfilled
 from belayer.errors import WeightsError
 
 LOAD_FORMAT = "belayer"
-SMALLEST_BATCH = 4
 
 
 class _Placement:
@@ -154,7 +154,7 @@ class OwnerLoader(BaseModelLoader):
         if _current.batch_invariant:
             for module in model.modules():
                 if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = _linear_for_any_batch  # pyright: ignore[reportArgumentType]
+                    module.cpu_linear = linear_for_any_batch  # pyright: ignore[reportArgumentType]
         return model.eval()
 
 
@@ -165,14 +165,3 @@ def use_plain_matmul() -> None:
 
     operators._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False
-
-
-def _linear_for_any_batch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    # MKL has kernels of their own for one, two and three rows, which add up in another order. With MKL_CBWR set it is
-    # bitwise the same for every larger batch (measured over shapes and batch sizes up to 2048).
-    rows = x.shape[0]
-    if rows >= SMALLEST_BATCH:
-        return torch.nn.functional.linear(x, weight, bias)
-    padded = x.new_zeros((SMALLEST_BATCH, *x.shape[1:]))
-    padded[:rows] = x
-    return torch.nn.functional.linear(padded, weight, bias)[:rows]

@@ -21,6 +21,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from belayer.engine import _vllm_weights
 from belayer.engine._host import Region
+from belayer.engine._vllm_invariance import use_one_attention_tile
 from belayer.engine._vllm_sampling import OFFSET, SAMPLING, CounterSampling
 from belayer.engine._wire import Spec, Work
 from belayer.engine.request import Sampling
@@ -72,6 +73,8 @@ class VllmEngine:
 
     def __init__(self, spec: Spec, weights: _vllm_weights.OwnedWeights) -> None:
         _vllm_weights.use_plain_matmul()
+        if spec.batch_invariant:
+            use_one_attention_tile()
         _vllm_weights.use(weights)
         arguments = EngineArgs(
             model=spec.model,
