@@ -75,12 +75,14 @@ class World:
         self.images: dict[tuple[str, str], list[tuple[str, bytes]]] = {}
         self.count = 0
         self.nonce = 0
+        self.struck: set[tuple[str, int]] = set()
 
 
 class ModelSandbox:
     def __init__(self, owner: ModelSandboxes, name: str, generation: int, log: list[tuple[str, bytes]]) -> None:
         self.owner, self.name, self.generation, self.log = owner, name, generation, log
         self.dead = self.damaged = self.dumping = False
+        self.broken = False  # its system folders are not those of the image: it answers, and answers wrongly
         self.accepted = False
         self.callback = None
 
@@ -92,14 +94,20 @@ class ModelSandbox:
         if self.dead or fault == "dies before":
             self.die()
             raise SandboxLost("died before the command ran")
-        if command.startswith("nonce"):
+        if self.broken:
+            out = b"broken"
+        elif command.startswith("nonce"):
             self.owner.world.nonce += 1
             out = str(self.owner.world.nonce).encode()
         else:
             out = hashlib.sha256(repr((self.log, command)).encode()).hexdigest()[:6].encode()
         self.log.append((command, out))
-        if command == "rm -rf /" or fault == "damaged during":
+        if command == "rm -rf /":
             self.damaged = True
+        if fault == "damaged during" and (self.name, len(self.log)) not in self.owner.world.struck:
+            # damage that comes twice during the same action passes for the action's own doing: once only, then
+            self.owner.world.struck.add((self.name, len(self.log)))
+            self.damaged = self.broken = True
         if fault == "dies after":
             self.die()
             raise SandboxLost("died after the command ran")
@@ -125,7 +133,9 @@ class ModelSandbox:
         self.dumping = True
         try:
             await asyncio.sleep(0)
-            fault = self.owner.chaos.strikes("refused", "dies", "damaged image")
+            fault = self.owner.chaos.strikes("refused", "dies", "damaged image", "damaged from outside")
+            if fault == "damaged from outside":
+                self.damaged = self.broken = True
             if fault == "refused":
                 raise CheckpointRefused("cannot")
             if fault == "dies" or self.dead:
@@ -134,7 +144,9 @@ class ModelSandbox:
             assert len(self.log) == action
             self.owner.world.count += 1
             number = f"c{self.owner.world.count}"
-            image = [("damaged", b"")] if fault == "damaged image" else list(self.log)
+            image = (
+                [("damaged", b"")] if fault == "damaged image" else [*self.log, ("broken", b"")][: action + self.broken]
+            )
             self.owner.world.images[self.name, number] = image
             return SimpleNamespace(id=number, level="full", timings=SimpleNamespace(frozen_s=0.01))
         finally:
@@ -166,7 +178,10 @@ class ModelSandboxes:
         if self.chaos.strikes("dies at once"):
             raise SandboxLost("died at once")
         self.generations += 1
-        self.current[name] = ModelSandbox(self, name, self.generations, log)
+        # a restored sandbox takes what it finds for normal, as a real one has to
+        broken = log[-1:] == [("broken", b"")]
+        self.current[name] = ModelSandbox(self, name, self.generations, log[:-1] if broken else log)
+        self.current[name].broken = broken
         return self.current[name]
 
     async def discard(self, name):
@@ -275,11 +290,11 @@ def eval_command(asked: str) -> str:
 
 @st.composite
 def decision_lists(draw):
-    """Long lists with faults at a drawn rate: hypothesis's own lists are too short and too calm to reach deep states."""
+    """Long lists with faults at a drawn rate: hypothesis's own are too short and calm to go deep."""
     rng = random.Random(draw(st.integers(0, 2**32)))
     rate = draw(st.sampled_from([0.0, 0.03, 0.1, 0.25]))
     kill = draw(st.sampled_from([0.0, 0.0, 0.005, 0.02]))
-    return [9 if rng.random() < kill else rng.randint(1, 3) if rng.random() < rate else 0 for _ in range(400)]
+    return [9 if rng.random() < kill else rng.randint(1, 4) if rng.random() < rate else 0 for _ in range(400)]
 
 
 @given(
@@ -303,7 +318,7 @@ def test_delivered_rollouts_describe_their_environment(sessions, policy, turns, 
                 event("the driver was killed")
             except RolloutFailed as error:
                 # three deaths during the same action set the rollout aside: allowed, but only visibly
-                assert "set aside" in error.first or "died" in error.first or "failed" in str(error)
+                assert "died" in error.first or "failed" in str(error)
                 event("a rollout was set aside")
             if chaos.faults:
                 event("faults")

@@ -244,8 +244,8 @@ class EnvironmentKeeper:
                 how, base, sandbox = await self._bring_back(target, fresh)
                 phases["restore_s"] = time.perf_counter() - begun
                 mismatch = await self._replay(sandbox, base, target)
-                if mismatch is None:
-                    await self._settle_damage(sandbox, base, target)
+                # looked at before a difference is believed: damage is no fault of the agent
+                await self._settle_damage(sandbox, base, target)
             except (SandboxLost, StaleSandbox) as error:
                 # it failed again while it was being brought back: that is one more failure, with its own budget
                 self.state = EnvironmentState.LOST
@@ -378,6 +378,13 @@ class EnvironmentKeeper:
             # a checkpoint that did not publish does not exist; the older one still protects the rollout
             self._record(CheckpointSkipped, k=k, why=f"{type(error).__name__}: {error.what}")
             self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what)
+            return None
+        # damage from outside that came before the snapshot is in it, and a restore could not tell it from the agent's
+        # own doing; damage does not heal, so a healthy sandbox now means a healthy snapshot
+        problem = await self._examine(sandbox)
+        if problem:
+            self._record(CheckpointSkipped, k=k, why=f"not trusted: {problem}")
+            self._lose(problem)
             return None
         wall_s = time.perf_counter() - begun
         self._policy.cost(wall_s)
