@@ -104,7 +104,11 @@ class Run:
         await asyncio.to_thread(reap_sandboxes)
         # sandboxes first: they are quick, and what this host cannot do should be said before an engine is loaded
         self.sandboxes = await Sandboxes.open(
-            self.config.sandbox, self.label, checkpoints=checkpoints, events=self.sink
+            self.config.sandbox,
+            self.label,
+            checkpoints=checkpoints,
+            events=self.sink,
+            durable=self.config.run.durability == "host",
         )
         self.engine = await Engine.start(
             self.config.engine,

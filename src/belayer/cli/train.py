@@ -83,7 +83,8 @@ def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain:
     console.print(f"summary: {directory / 'summary.json'}")
     console.print(f"report:  {write_report(directory, directory / 'reference' if reference else None)}")
     _print_verdict(summary)
-    good = summary.ok and not summary.lost and not summary.duplicated and not summary.tokens_changed
+    same = not summary.tokens_changed and summary.rollouts_identical == summary.rollouts_compared
+    good = summary.ok and not summary.lost and not summary.duplicated and same
     return 0 if good else 1
 
 
@@ -150,7 +151,8 @@ def _print_verdict(summary: RunSummary) -> None:
     changed = "not compared" if summary.tokens_changed is None else f"{summary.tokens_changed} changed"
     console.print(
         f"{summary.rollouts_delivered} of {summary.rollouts_started} rollouts delivered, {summary.lost} lost, "
-        f"{summary.duplicated} duplicated; {summary.tokens_compared} tokens compared, {changed}; "
+        f"{summary.duplicated} duplicated; {summary.rollouts_identical} of {summary.rollouts_compared} "
+        f"compared rollouts identical, {summary.tokens_compared} tokens compared, {changed}; "
         f"{len(summary.recoveries)} recoveries"
     )
     if summary.reward_first is not None and summary.reward_last is not None:
