@@ -35,7 +35,7 @@ from belayer.ownership.reap import live_labels
 from belayer.sandbox import ExecResult, Sandbox, Sandboxes, _btrfs, images
 
 SAMPLES = {True: (3, 7), False: (5, 15)}  # quick: (at least, at most) per workload
-BUDGET_S = {True: 10.0, False: 60.0}  # per workload; past it no further sample begins
+BUDGET_S = {True: 7.0, False: 60.0}  # per workload; past it no further sample begins
 MEMORY_BYTES = 100 << 20
 FILES = 20_000
 READY_S = 30.0
