@@ -37,6 +37,10 @@ _SUBVOL_INFO_SIZE = 504
 _GET_SUBVOL_INFO = _read(60, _SUBVOL_INFO_SIZE)
 _SUBVOL_GETFLAGS = _read(25, 8)
 _SUBVOL_SETFLAGS = _write(26, 8)
+_QUOTA_CTL = 3 << 30 | 16 << 16 | 0x94 << 8 | 40
+_ENABLE_SIMPLE_QUOTA = 4
+_QGROUP_LIMIT = _read(43, 48)
+_LIMIT_REFERENCED = 1
 _FICLONE = 0x40049409
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS = 0x80086601, 0x40086602
 _IMMUTABLE = 0x10
@@ -134,3 +138,18 @@ def wait_for_free_space(path: Path) -> None:
             raise OSError(number, os.strerror(number), str(path))
     finally:
         os.close(fd)
+
+
+def enable_quota(root: Path) -> bool:
+    """Let subvolumes be limited, by simple quotas (Linux 6.7): each pays for what was written in it. True if so."""
+    try:
+        _ioctl(root, _QUOTA_CTL, ctypes.create_string_buffer(struct.pack("<QQ", _ENABLE_SIMPLE_QUOTA, 0), 16))
+    except OSError as error:
+        return error.errno == errno.EEXIST
+    return True
+
+
+def limit(subvolume: Path, size: int) -> None:
+    """No more than `size` bytes may be written in this subvolume. Raises `OSError` where quotas are not enabled."""
+    packed = struct.pack("<6Q", 0, _LIMIT_REFERENCED, size, 0, 0, 0)  # qgroup 0: that of the subvolume itself
+    _ioctl(subvolume, _QGROUP_LIMIT, ctypes.create_string_buffer(packed, 48))

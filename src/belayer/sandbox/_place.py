@@ -24,6 +24,7 @@ class Places:
         self.label = label
         self._store = store
         self._config = config
+        self.disk_bytes = store.share_bytes if store.has_quota else 0
         # the store's own proof of life: another process may see this store without seeing our runtime folder
         self._claim = _claims.claim(self.roots)
         # one copy per run on the store's own file system: each sandbox gets a clone of it, which costs no data
@@ -42,6 +43,8 @@ class Places:
         try:
             with storage_errors(f"no room for a root of sandbox {name}"):
                 _btrfs.snapshot(source, place.root)
+                if self.disk_bytes:
+                    _btrfs.limit(place.root, self.disk_bytes)
                 place.agent.mkdir()
                 _btrfs.clone_file(self._init, place.agent / "init", 0o755)
             place.work.mkdir(parents=True)

@@ -27,6 +27,7 @@ from belayer.ownership import cache_dir, labels
 from belayer.sandbox import _btrfs, _loop
 
 MOUNT_PREFIX = "store-"
+SHARE = 4  # one sandbox may write this part of a store file
 RESERVE = 512 << 20  # bytes that must be free below a store file to make a root or a checkpoint
 
 
@@ -58,6 +59,7 @@ class Store:
     ) -> None:
         self.root = root
         self.file = file
+        self.has_quota = False
         self.users_fd = users_fd
         self.mount_lock = mount_lock
         self.mount_point = mount_point
@@ -106,11 +108,20 @@ class Store:
         except BaseException:
             os.close(users)
             raise
-        return cls(point, users, place / "mount.lock", point, file)
+        store = cls(point, users, place / "mount.lock", point, file)
+        # never on a file system of the host's own: it would be changed for good
+        store.has_quota = _btrfs.enable_quota(point)
+        return store
 
     @property
     def images(self) -> Path:
         return self.root / "images"
+
+    @property
+    def share_bytes(self) -> int:
+        """What one sandbox may write, so that it cannot stop the checkpoints and restores of all others."""
+        here = os.statvfs(self.root)
+        return here.f_blocks * here.f_frsize // SHARE
 
     def free_bytes(self) -> int:
         """Bytes that can still be written: the smaller of the store's room and that of the disk below a store file."""
