@@ -129,8 +129,8 @@ def set_immutable(path: Path, on: bool) -> None:
         os.close(fd)
 
 
-def wait_for_free_space(path: Path) -> None:
-    """Write out what was deleted, so that its space can be used again. Blocking."""
+def sync(path: Path) -> None:
+    """Write everything out, deletions too: their space can then be used again. Blocking."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if _libc.syncfs(fd):

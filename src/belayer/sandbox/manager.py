@@ -141,7 +141,7 @@ class Sandboxes:
         deadline = time.monotonic() + FREE_SPACE_TIMEOUT_S
         while True:
             await asyncio.gather(*self._chores, return_exceptions=True)
-            await asyncio.to_thread(_btrfs.wait_for_free_space, self.store.root)
+            await asyncio.to_thread(_btrfs.sync, self.store.root)
             try:
                 return await self._restore(name, checkpoint_id)
             except StorageFull:

@@ -27,6 +27,7 @@ from belayer.ownership import cache_dir, labels
 from belayer.sandbox import _btrfs, _loop
 
 MOUNT_PREFIX = "store-"
+RESERVE_FILES = 6000
 SHARE = 4  # one sandbox may write this part of a store file
 RESERVE = 512 << 20  # bytes that must be free below a store file to make a root or a checkpoint
 
@@ -99,6 +100,7 @@ class Store:
                     if not file.exists():
                         _make_file(file, size)
                     _loop.mount_file(file.resolve(), point)
+                    _reserve_metadata(point)
         except OSError as error:
             os.close(users)
             raise SandboxUnavailable(
@@ -218,6 +220,26 @@ def _make_file(file: Path, size: int) -> None:
         os.replace(fresh, file)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _reserve_metadata(root: Path) -> None:
+    """Make btrfs set space aside for metadata, once, while there is plenty.
+
+    It takes such space in large pieces and only from what is not data yet. A new file system has 8 MB of it; when data
+    fills all the rest, no snapshot, rename or deletion works any more, not even after the data is gone. Small files are
+    kept inside the metadata: writing 12 MB of them makes btrfs take a piece of at least 100 MB, and as long as
+    they stay it does not give that back.
+    """
+    done = root / "reserve"
+    if done.is_dir():
+        return
+    fresh = root / ".reserve"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    for number in range(RESERVE_FILES):
+        (fresh / str(number)).write_bytes(os.urandom(2000))
+    _btrfs.sync(root)
+    os.rename(fresh, done)
 
 
 def _open_lock(path: Path) -> int:
