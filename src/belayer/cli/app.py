@@ -21,7 +21,7 @@ app = App(
     version=__version__,
     help="Fault tolerance for LLM agentic RL training: engine workers and sandboxes die, rollouts go on.",
 )
-_stderr = Console(stderr=True, highlight=False)
+_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 @app.command

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from belayer.errors import ConfigError
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def _folder() -> Path:

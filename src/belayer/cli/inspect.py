@@ -11,7 +11,7 @@ from belayer.errors import RunError
 from belayer.journal import History, compare_runs, read_histories
 from belayer.recovery.actions import action_of, describe, from_journal
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def _need_run(run: Path) -> None:

@@ -16,7 +16,7 @@ from belayer.journal import compare_runs
 from belayer.observe import MetricsLog, RunSummary, Summary, open_view, read_summary, write_report, write_timeline
 from belayer.run_directory import write_atomically
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 JOB_FILE = "job.json"
 
 
