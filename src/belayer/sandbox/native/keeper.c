@@ -76,7 +76,7 @@ static void start(char *request, size_t size, const int *fds, int n_fds) {
         sigset_t none;
         sigemptyset(&none);
         sigprocmask(SIG_SETMASK, &none, NULL);
-        setsid();
+        setpgid(0, 0); /* not a session of its own: it would leave the keeper's scheduling group */
         int high[16], null = open("/dev/null", O_RDONLY);
         for (int i = 0; i < n_fds; i++) high[i] = fcntl(fds[i], F_DUPFD, 100);
         dup2(null, 0);
@@ -103,7 +103,7 @@ static void stop_helper(void) {
     uint32_t id;
     memcpy(&id, message, 4);
     for (int i = 0; i < n_helpers; i++)
-        if (helpers[i].id == id) kill(-helpers[i].pid, SIGKILL); /* it leads a session of its own */
+        if (helpers[i].id == id) kill(-helpers[i].pid, SIGKILL); /* it leads a group of its own */
 }
 
 static void reap(void) {
@@ -194,8 +194,10 @@ int keeper_main(int argc, char **argv) {
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     prctl(PR_SET_NAME, "belayer-keeper");
     /* the helpers inherit this: containers stand still while CRIU waits for a busy CPU. CRIU gives restored processes
-     * their own priority back, and a new container resets it */
+     * their own priority back, and a new container resets it. Where the kernel schedules by session (autogroup), the
+     * priority counts only inside the session, and the session has one of its own */
     setpriority(PRIO_PROCESS, 0, -10);
+    write_file("/proc/self/autogroup", "-10");
     sigset_t chld, before;
     sigemptyset(&chld);
     sigaddset(&chld, SIGCHLD);
