@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from belayer.engine._host import Region, forget_content, set_nice
@@ -215,10 +216,17 @@ def run(channel_fd: int, progress_fd: int) -> None:
     spec, _fds = receive_with_fds(channel, Spec)
     if spec.nice:
         set_nice(spec.nice)
-    worker = Worker(spec, channel, Progress(progress_fd))
-    worker.start()
-    worker.run()
-    # nothing of value is left in this process, and vLLM's own shutdown takes a second
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    code = 1
+    try:
+        worker = Worker(spec, channel, Progress(progress_fd))
+        worker.start()
+        worker.run()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Nothing of value is left in this process, vLLM's own shutdown takes a second, and what libraries print while
+        # they are taken apart would bury the traceback.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
