@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -82,7 +83,10 @@ class Watch:
     """pidfds of processes, taken while they live: no pid can be mistaken for another one later."""
 
     def __init__(self, pids: list[int]) -> None:
-        self.fds = {os.pidfd_open(pid): pid for pid in pids}
+        self.fds: dict[int, int] = {}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # a short-lived one that ended since it was listed
+                self.fds[os.pidfd_open(pid)] = pid
 
     def left_after(self, timeout_s: float) -> list[int]:
         deadline = time.monotonic() + timeout_s
