@@ -292,7 +292,7 @@ void shell_tick(int64_t now) {
     case 2:
         kill_foreground(SIGKILL);
         if (state == RUNNING) kill(shell_pid, SIGINT);
-        next_step = now + 300000000LL;
+        next_step = now + 800000000LL; /* a busy machine, not a stubborn shell */
         break;
     default: /* the shell itself does not listen: a new one takes its place, and the result says so */
         kill_foreground(SIGKILL);
