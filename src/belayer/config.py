@@ -24,60 +24,71 @@ class EngineConfig(_Section):
     """The rollout engine: which model, how it is protected."""
 
     backend: Literal["vllm"] = "vllm"
-    model: Path | None = Field(None, description="Hugging Face style model folder (config.json + safetensors).")
+    model: Path | None = Field(default=None, description="Hugging Face style model folder (config.json + safetensors).")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    max_model_len: int = Field(2048, ge=16, description="Longest prompt + completion, in tokens.")
-    max_num_seqs: int = Field(16, ge=1, description="Requests decoded together.")
-    kv_bytes: int = Field(256 << 20, ge=1 << 20, description="Size of the KV arena in bytes.")
-    standby: Literal["process", "none"] = Field("process", description="Keep a warmed-up shadow, or cold start.")
-    hang_s: float = Field(2.0, gt=0, description="A decode step that takes longer, with work queued, is a hang.")
-    prefill_hang_s: float = Field(60.0, gt=0, description="The same for a step that prefills or compiles.")
-    start_timeout_s: float = Field(180.0, gt=0, description="Deadline of a worker start.")
-    promote_timeout_s: float = Field(10.0, gt=0, description="Deadline of a promotion; past it, cold start.")
-    threads: int = Field(0, ge=0, description="Compute threads of a worker; 0: one per core.")
+    max_model_len: int = Field(default=2048, ge=16, description="Longest prompt + completion, in tokens.")
+    max_num_seqs: int = Field(default=16, ge=1, description="Requests decoded together.")
+    kv_bytes: int = Field(default=256 << 20, ge=1 << 20, description="Size of the KV arena in bytes.")
+    standby: Literal["process", "none"] = Field(
+        default="process", description="Keep a warmed-up shadow, or cold start."
+    )
+    hang_s: float = Field(
+        default=2.0, gt=0, description="A decode step that takes longer, with work queued, is a hang."
+    )
+    prefill_hang_s: float = Field(default=60.0, gt=0, description="The same for a step that prefills or compiles.")
+    start_timeout_s: float = Field(default=180.0, gt=0, description="Deadline of a worker start.")
+    promote_timeout_s: float = Field(default=10.0, gt=0, description="Deadline of a promotion; past it, cold start.")
+    threads: int = Field(default=0, ge=0, description="Compute threads of a worker; 0: one per core.")
     batch_invariant: bool = Field(
-        True, description="A request's tokens do not depend on what is decoded beside it (float32; else no effect)."
+        default=True,
+        description="A request's tokens do not depend on what is decoded beside it (float32; else no effect).",
     )
 
 
 class SandboxConfig(_Section):
     """The environments: which image, how it is kept."""
 
-    image: str = Field("base", description="Name of an image in the store (`belayer image list`).")
-    store: Path | None = Field(None, description="Folder of the sandbox store; default: below the cache folder.")
-    store_bytes: int = Field(16 << 30, ge=1 << 30, description="Size of the (sparse) store file, where one is made.")
-    memory_bytes: int = Field(1 << 30, ge=16 << 20, description="Memory limit of one sandbox.")
-    pids: int = Field(512, ge=16, description="Process limit of one sandbox.")
-    exec_timeout_s: float = Field(60.0, gt=0, description="Default limit of one command.")
-    output_bytes: int = Field(
-        1 << 20, ge=1024, description="Output kept of one command; the rest is truncated, visibly."
+    image: str = Field(default="base", description="Name of an image in the store; set-up makes `base`.")
+    store: Path | None = Field(
+        default=None, description="Folder of the sandbox store; default: below the cache folder."
     )
-    max_running: int = Field(64, ge=1, description="Sandboxes alive at once.")
-    max_dumps: int = Field(2, ge=1, description="Checkpoints taken at once on this host.")
-    allow_level: Literal["full", "fs+shell", "fs"] = Field("full", description="Lowest checkpoint level to accept.")
-    images_bytes: int = Field(4 << 30, ge=64 << 20, description="Budget of memory-backed checkpoint images.")
+    store_bytes: int = Field(
+        default=16 << 30, ge=1 << 30, description="Size of the (sparse) store file, where one is made."
+    )
+    memory_bytes: int = Field(default=1 << 30, ge=16 << 20, description="Memory limit of one sandbox.")
+    pids: int = Field(default=512, ge=16, description="Process limit of one sandbox.")
+    exec_timeout_s: float = Field(default=60.0, gt=0, description="Default limit of one command.")
+    output_bytes: int = Field(
+        default=1 << 20, ge=1024, description="Output kept of one command; the rest is truncated, visibly."
+    )
+    max_running: int = Field(default=64, ge=1, description="Sandboxes alive at once.")
+    max_dumps: int = Field(default=2, ge=1, description="Checkpoints taken at once on this host.")
+    allow_level: Literal["full", "fs+shell", "fs"] = Field(
+        default="full", description="Lowest checkpoint level to accept."
+    )
+    images_bytes: int = Field(default=4 << 30, ge=64 << 20, description="Budget of memory-backed checkpoint images.")
 
 
 class PolicyConfig(_Section):
     """When to checkpoint."""
 
     name: Literal["adaptive", "always", "never", "every-n"] = "adaptive"
-    every: int = Field(2, ge=1, description="For `every-n`: actions between checkpoints.")
+    every: int = Field(default=2, ge=1, description="For `every-n`: actions between checkpoints.")
 
 
 class RecoveryConfig(_Section):
     """How often to try again, and when to give up visibly."""
 
-    infra_retries: int = Field(8, ge=0, description="Sandbox recoveries of one rollout before it fails.")
+    infra_retries: int = Field(default=8, ge=0, description="Sandbox recoveries of one rollout before it fails.")
     attempts: int = Field(
-        2, ge=1, description="Fresh starts of a rollout that spent its retries (group is never shrunk)."
+        default=2, ge=1, description="Fresh starts of a rollout that spent its retries (group is never shrunk)."
     )
     breaker: int = Field(
-        20, ge=1, description="Consecutive infrastructure failures without progress that stop the run."
+        default=20, ge=1, description="Consecutive infrastructure failures without progress that stop the run."
     )
-    restore_timeout_s: float = Field(30.0, gt=0)
+    restore_timeout_s: float = Field(default=30.0, gt=0)
     exec_grace_s: float = Field(
-        5.0, gt=0, description="Silence past a command's own timeout before the sandbox counts as hung."
+        default=5.0, gt=0, description="Silence past a command's own timeout before the sandbox counts as hung."
     )
 
 
@@ -85,48 +96,50 @@ class RunConfig(_Section):
     """One run: where it lives and how durable it is."""
 
     seed: int = 0
-    max_concurrent: int = Field(32, ge=1, description="Rollouts in flight.")
+    max_concurrent: int = Field(default=32, ge=1, description="Rollouts in flight.")
     durability: Literal["process", "host"] = Field(
-        "process", description="process: survives SIGKILL of every process. host: also a reboot (fsync)."
+        default="process", description="process: survives SIGKILL of every process. host: also a reboot (fsync)."
     )
 
 
 class TrainConfig(_Section):
     """The training job of `belayer train`."""
 
-    task: str = Field(..., description="`file.py:Name` of the task, relative to the configuration file.")
-    model: str = Field("", description="`file.py:function` that makes the model folder, or a folder.")
-    steps: int = Field(30, ge=1)
-    groups: int = Field(8, ge=1, description="Prompts per optimiser step.")
-    group_size: int = Field(4, ge=2, description="Rollouts per prompt.")
-    learning_rate: float = Field(5e-4, gt=0)
-    temperature: float = Field(1.0, gt=0, description="What the task's function samples with.")
-    threads: int = Field(1, ge=1, description="Compute threads of the trainer. Another number gives other roundings.")
-    warm_start_steps: int = Field(0, ge=0, description="Supervised steps before RL.")
-    warm_start_batch: int = Field(32, ge=1, description="Demonstrations per supervised step.")
-    warm_start_learning_rate: float = Field(3e-3, gt=0)
+    task: str = Field(description="`file.py:Name` of the task, relative to the configuration file.")
+    model: str = Field(default="", description="`file.py:function` that makes the model folder, or a folder.")
+    steps: int = Field(default=30, ge=1)
+    groups: int = Field(default=8, ge=1, description="Prompts per optimiser step.")
+    group_size: int = Field(default=4, ge=2, description="Rollouts per prompt.")
+    learning_rate: float = Field(default=5e-4, gt=0)
+    temperature: float = Field(default=1.0, gt=0, description="What the task's function samples with.")
+    threads: int = Field(
+        default=1, ge=1, description="Compute threads of the trainer. Another number gives other roundings."
+    )
+    warm_start_steps: int = Field(default=0, ge=0, description="Supervised steps before RL.")
+    warm_start_batch: int = Field(default=32, ge=1, description="Demonstrations per supervised step.")
+    warm_start_learning_rate: float = Field(default=3e-3, gt=0)
 
 
 class FaultsConfig(_Section):
     """What `--inject` does, at seeded random moments spread over the run."""
 
     inject: bool = False
-    worker_kill: int = Field(4, ge=0, description="SIGKILL of the serving worker.")
-    worker_stop: int = Field(2, ge=0, description="SIGSTOP of the serving worker.")
-    sandbox_kill: int = Field(8, ge=0, description="SIGKILL of a sandbox's init.")
-    sandbox_damage: int = Field(4, ge=0, description="rm -rf of system folders from outside the sandbox.")
+    worker_kill: int = Field(default=4, ge=0, description="SIGKILL of the serving worker.")
+    worker_stop: int = Field(default=2, ge=0, description="SIGSTOP of the serving worker.")
+    sandbox_kill: int = Field(default=8, ge=0, description="SIGKILL of a sandbox's init.")
+    sandbox_damage: int = Field(default=4, ge=0, description="rm -rf of system folders from outside the sandbox.")
 
 
 class Config(_Section):
     """Everything. Each section has its own class above."""
 
-    run: RunConfig = RunConfig()
-    engine: EngineConfig = EngineConfig()
-    sandbox: SandboxConfig = SandboxConfig()
-    policy: PolicyConfig = PolicyConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
+    run: RunConfig = Field(default_factory=RunConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     train: TrainConfig | None = None
-    faults: FaultsConfig = FaultsConfig()
+    faults: FaultsConfig = Field(default_factory=FaultsConfig)
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:

@@ -26,7 +26,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=
     attempt: int = 0
 
 
-class RolloutStarted(Record):
+class RolloutStarted(Record, frozen=True, kw_only=True):
     """A rollout begins, from nothing. A later attempt of the same rollout replaces the earlier ones."""
 
     group: str
@@ -34,7 +34,7 @@ class RolloutStarted(Record):
     seed: int
 
 
-class TokensAppended(Record):
+class TokensAppended(Record, frozen=True, kw_only=True):
     """Tokens joined the context, either observed (prompt, tool output) or sampled by the model.
 
     Model tokens carry one logprob each and the policy version that produced them. `call` is the number of the user's
@@ -50,7 +50,7 @@ class TokensAppended(Record):
     finish: str = ""
 
 
-class ActionIntended(Record):
+class ActionIntended(Record, frozen=True, kw_only=True):
     """Action `k` is about to be sent to generation `g` of the environment."""
 
     call: int
@@ -59,7 +59,7 @@ class ActionIntended(Record):
     asked: str
 
 
-class ActionCompleted(Record):
+class ActionCompleted(Record, frozen=True, kw_only=True):
     """Action `k` has completed; `observed` is the digest that a replay must reproduce."""
 
     call: int
@@ -71,7 +71,7 @@ class ActionCompleted(Record):
     damage: str = ""  # what the action itself did to the system folders; a replay must accept it too
 
 
-class ValueDrawn(Record):
+class ValueDrawn(Record, frozen=True, kw_only=True):
     """A value from outside (time) that a replay must see again."""
 
     call: int
@@ -79,7 +79,7 @@ class ValueDrawn(Record):
     value: Any
 
 
-class CheckpointPublished(Record):
+class CheckpointPublished(Record, frozen=True, kw_only=True):
     """Checkpoint `id` holds the environment after action `k`, when the context had `context_hash`."""
 
     k: int
@@ -89,14 +89,14 @@ class CheckpointPublished(Record):
     context_hash: str
 
 
-class CheckpointSkipped(Record):
+class CheckpointSkipped(Record, frozen=True, kw_only=True):
     """The policy decided against a checkpoint after action `k`, or one was abandoned; `why` has the numbers."""
 
     k: int
     why: str
 
 
-class EnvRestored(Record):
+class EnvRestored(Record, frozen=True, kw_only=True):
     """Generation `g` exists and has the first `k` actions applied. `checkpoint` is empty for a fresh environment."""
 
     k: int
@@ -106,7 +106,7 @@ class EnvRestored(Record):
     reason: str
 
 
-class ContextTruncated(Record):
+class ContextTruncated(Record, frozen=True, kw_only=True):
     """Everything from call `call` on is void: the environment could not reproduce action `k`.
 
     The void tokens stay in the journal and never reach a trainer.
@@ -118,20 +118,20 @@ class ContextTruncated(Record):
     reason: str
 
 
-class RolloutFinished(Record):
+class RolloutFinished(Record, frozen=True, kw_only=True):
     """The user's function returned."""
 
     reward: float
 
 
-class RolloutFailed(Record):
+class RolloutFailed(Record, frozen=True, kw_only=True):
     """This attempt ended without a trajectory. `error` is the error's type."""
 
     error: str
     reason: str
 
 
-class Acknowledged(Record):
+class Acknowledged(Record, frozen=True, kw_only=True):
     """The trainer has used the trajectory and saved what came of it."""
 
 
