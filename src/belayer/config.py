@@ -63,9 +63,6 @@ class SandboxConfig(_Section):
     )
     max_running: int = Field(default=64, ge=1, description="Sandboxes alive at once.")
     max_dumps: int = Field(default=2, ge=1, description="Checkpoints taken at once on this host.")
-    allow_level: Literal["full", "fs+shell", "fs"] = Field(
-        default="full", description="Lowest checkpoint level to accept."
-    )
     images_bytes: int = Field(default=4 << 30, ge=64 << 20, description="Budget of memory-backed checkpoint images.")
 
 
@@ -87,9 +84,6 @@ class RecoveryConfig(_Section):
         default=20, ge=1, description="Consecutive infrastructure failures without progress that stop the run."
     )
     restore_timeout_s: float = Field(default=30.0, gt=0)
-    exec_grace_s: float = Field(
-        default=5.0, gt=0, description="Silence past a command's own timeout before the sandbox counts as hung."
-    )
 
 
 class RunConfig(_Section):

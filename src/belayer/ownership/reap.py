@@ -43,9 +43,10 @@ def live_labels() -> set[str]:
 
 def leftovers(label: str | None = None) -> list[Leftover]:
     """What dead runs (or the one dead run `label`) have left, in the order in which it can be removed."""
+    # in this order: a run that starts while we look is then among the living, and what ended meanwhile is dead for sure
+    seen = everything_labelled()
     live = live_labels()
-    found = [thing for thing in everything_labelled() if thing.label not in live]
-    return [thing for thing in found if label is None or thing.label == label]
+    return [thing for thing in seen if thing.label not in live and (label is None or thing.label == label)]
 
 
 def everything_labelled() -> list[Leftover]:
@@ -142,16 +143,22 @@ def _netns() -> Iterator[Leftover]:
 
 
 def _cgroups() -> Iterator[Leftover]:
+    # os.walk passes over what another run removes while we look
     roots = [CGROUP_ROOT, *(p for p in CGROUP_ROOT.iterdir() if p.is_dir())] if CGROUP_ROOT.is_dir() else []
     for root in roots:
         base = root / "belayer"
-        if not base.is_dir():
-            continue
-        for group in base.iterdir():
-            if group.name.startswith(PREFIX):
-                # innermost first: a cgroup with children refuses to go
-                inside = sorted((p for p in group.rglob("*") if p.is_dir()), key=lambda p: -len(p.parts))
-                yield from (Leftover(group.name, "cgroup", str(p)) for p in [*inside, group])
+        for group in _names(base):
+            # innermost first: a cgroup with children refuses to go
+            for folder, _, _ in os.walk(base / group, topdown=False):
+                yield Leftover(group, "cgroup", folder)
+
+
+def _names(folder: Path) -> list[str]:
+    """Entries of `folder` that are named like a label; none when it is not there."""
+    try:
+        return [name for name in os.listdir(folder) if name.startswith(PREFIX)]
+    except FileNotFoundError:
+        return []
 
 
 def _folders() -> Iterator[Leftover]:
