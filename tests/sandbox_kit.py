@@ -42,15 +42,17 @@ ASK = "exec 9<>/dev/tcp/127.0.0.1/8000 && printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&
 async def sandboxes(checkpoints: Path, label: RunLabel | None = None, **config: Any) -> AsyncIterator[Sandboxes]:
     """The sandboxes of one run; afterwards nothing with its label may be left on the host."""
     own = label or RunLabel.new("test")
-    manager = await Sandboxes.open(SandboxConfig(**config), own, checkpoints=checkpoints)
     try:
-        yield manager
-    finally:
-        await manager.close()
+        manager = await Sandboxes.open(SandboxConfig(**config), own, checkpoints=checkpoints)
+        try:
+            yield manager
+        finally:
+            await manager.close()
         left = [thing for thing in labelled(own.name) if thing.kind not in OWN_FOLDERS]
+        assert not left, f"left behind by close(): {[describe(thing) for thing in left]}"
+    finally:
         if label is None:
             own.close()
-        assert not left, f"left behind by close(): {[describe(thing) for thing in left]}"
 
 
 OWN_FOLDERS = ("shm", "folder")  # of the label itself: gone when the label is closed
