@@ -92,7 +92,12 @@ ok
 
 # -- CRIU, sandbox init, store, image --------------------------------------------------------------------------------------
 if [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; then
-  "${as_root[@]}" scripts/install_criu.sh || echo "  Sandboxes will have no full checkpoint; \`belayer doctor\` says more."
+  if criu=$("${as_root[@]}" scripts/install_criu.sh); then
+    say "CRIU >= 4.2"
+    ok "$criu"
+  else
+    echo "  Without CRIU there are no sandboxes with full checkpoints; \`belayer doctor\` says more."
+  fi
   "${as_root[@]}" .venv/bin/python -m belayer.sandbox.setup || fail "The sandbox image could not be made."
 fi
 echo "Set-up done in $((SECONDS - started)) s"
