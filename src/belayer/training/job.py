@@ -137,7 +137,8 @@ async def run_job(
     )
     async with await opening as run:
         assert run.engine is not None
-        await run.engine.wait_standby(config.engine.start_timeout_s)
+        if config.engine.standby != "none":
+            await run.engine.wait_standby(config.engine.start_timeout_s)
         sink(
             events.Event(
                 kind=events.RUN_STARTED,
