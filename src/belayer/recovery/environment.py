@@ -20,29 +20,26 @@ import time
 from typing import Any
 
 from belayer import events
-from belayer.checkpoint.policy import Policy, Situation
+from belayer.checkpoint.policy import Policy
 from belayer.config import RecoveryConfig
 from belayer.errors import (
     BudgetSpent,
     CheckpointDamaged,
-    CheckpointRefused,
     RestoreFailed,
     RolloutFailed,
     SandboxLost,
     StaleSandbox,
-    StorageFull,
 )
 from belayer.journal import Call, Journal
 from belayer.journal.records import (
     ActionCompleted,
     ActionIntended,
-    CheckpointPublished,
-    CheckpointSkipped,
     ContextTruncated,
     EnvRestored,
 )
-from belayer.recovery.actions import Action, action_of, asked, describe, from_journal, observed, perform, to_journal
+from belayer.recovery.actions import Action, action_of, asked, describe, observed, perform, to_journal
 from belayer.recovery.breaker import CircuitBreaker
+from belayer.recovery.bubble import BubbleCheckpoint
 from belayer.sandbox import Sandbox, Sandboxes
 
 # the same action may see the environment die this often before the rollout is set aside as its likely cause
@@ -92,7 +89,16 @@ class EnvironmentKeeper:
         self._breaker = breaker
         self._sink = sink
         self._recovery: asyncio.Task[None] | None = None
-        self._checkpoint: asyncio.Task[dict[str, Any] | None] | None = None
+        self._checkpoint = BubbleCheckpoint(
+            rollout,
+            attempt,
+            journal=journal,
+            policy=policy,
+            dumping=lambda: sandboxes.dumping,
+            examine=self._examine,
+            lose=self._lose_this,
+            sink=sink,
+        )
         self._lost_why = ""
         self._lost_at = 0.0
         self._first_loss = ""
@@ -100,7 +106,7 @@ class EnvironmentKeeper:
         self._suspect = 0  # the action during which system folders vanished
         self._spent = self._history.restores  # recoveries tried, also those that failed themselves
         self._deaths = (0, 0)  # (action, how often the environment died during it)
-        self._journal_seconds = 0.03  # learned time to create or restore, for the policy
+        self._restore_s = 0.03  # the last time to create or restore, for the policy
         if self._history.calls and self._history.actions():
             # this process has not made that sandbox: it is gone, or belongs to a driver that is
             self._lose("the driver was restarted")
@@ -120,7 +126,7 @@ class EnvironmentKeeper:
         """
         text = asked(action)
         k = self.completed + 1
-        await self._settle_checkpoint()
+        await self._checkpoint.settle()
         while True:
             sandbox = await self._ready()
             if self._behind:
@@ -175,7 +181,7 @@ class EnvironmentKeeper:
             return "the sandbox's init died"
         try:
             return await sandbox.healthy()
-        except SandboxLost as error:
+        except (SandboxLost, StaleSandbox) as error:
             return error.what
 
     def _count_death(self, k: int, why: str, action: Action) -> None:
@@ -200,6 +206,11 @@ class EnvironmentKeeper:
         self._first_loss = self._first_loss or why
         self._policy.failure()
         self._emit(events.FAULT_DETECTED, fault="sandbox", how=why)
+
+    def _lose_this(self, sandbox: Sandbox, why: str) -> None:
+        """Give `sandbox` up, unless another one has taken its place already."""
+        if sandbox is self.sandbox and self.state is EnvironmentState.READY:
+            self._lose(why)
 
     def _died(self) -> None:
         """Called by the sandbox's pidfd: begin the recovery now, hidden under the model's turn where there is one."""
@@ -324,7 +335,7 @@ class EnvironmentKeeper:
         self.sandbox = sandbox
         sandbox.on_death(self._died)
         self.state = EnvironmentState.READY
-        self._journal_seconds = phases["restore_s"]
+        self._restore_s = phases["restore_s"]
         if fresh:
             return
         self._record(
@@ -346,86 +357,26 @@ class EnvironmentKeeper:
             replayed=target - base,
         )
 
-    # -- checkpoints ------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------
 
     def bubble_begins(self) -> None:
         """The model's turn begins and the environment is idle: checkpoint it now, if that pays."""
-        if self.state is not EnvironmentState.READY or self._checkpoint is not None or self._behind:
-            return
-        newest = self._history.checkpoints[-1].k if self._history.checkpoints else 0
-        since = self._history.actions()[newest:]
-        redo_s = self._journal_seconds + sum(_wall(call) for call in since)
-        decision = self._policy.decide(
-            Situation(actions_since=len(since), redo_s=redo_s, running=self._sandboxes.dumping)
-        )
-        if decision.take:
-            self._checkpoint = asyncio.create_task(self._take_checkpoint(), name=f"checkpoint {self.name}")
+        if self.state is EnvironmentState.READY and not self._behind:
+            assert self.sandbox is not None
+            self._checkpoint.begin(self.sandbox, restore_s=self._restore_s)
 
     def bubble_ends(self, seconds: float) -> None:
         self._policy.bubble(seconds)
-
-    async def _take_checkpoint(self) -> dict[str, Any] | None:
-        """Details of the checkpoint for the timeline, or None if it was abandoned."""
-        sandbox, k = self.sandbox, self.completed
-        assert sandbox is not None
-        context_hash = self._history.context_hash(k)
-        started, begun = time.time(), time.perf_counter()
-        try:
-            manifest = await sandbox.checkpoint(
-                action=k, context_hash=context_hash, rollout=self.rollout, attempt=self.attempt
-            )
-        except (CheckpointRefused, StorageFull, SandboxLost, StaleSandbox) as error:
-            # a checkpoint that did not publish does not exist; the older one still protects the rollout
-            self._record(CheckpointSkipped, k=k, why=f"{type(error).__name__}: {error.what}")
-            self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what)
-            return None
-        # damage from outside that came before the snapshot is in it, and a restore could not tell it from the agent's
-        # own doing; damage does not heal, so a healthy sandbox now means a healthy snapshot
-        problem = await self._examine(sandbox)
-        if problem:
-            self._record(CheckpointSkipped, k=k, why=f"not trusted: {problem}")
-            self._lose(problem)
-            return None
-        wall_s = time.perf_counter() - begun
-        self._policy.cost(wall_s)
-        self._record(
-            CheckpointPublished,
-            k=k,
-            g=sandbox.generation,
-            id=manifest.id,
-            level=manifest.level,
-            context_hash=context_hash,
-        )
-        return {
-            "action": k,
-            "id": manifest.id,
-            "level": manifest.level,
-            "start": started,
-            "wall_s": wall_s,
-            "frozen_s": manifest.timings.frozen_s,
-        }
-
-    async def _settle_checkpoint(self) -> None:
-        """Wait until the pending checkpoint is published or abandoned (invariant 1)."""
-        if self._checkpoint is None:
-            return
-        task, self._checkpoint = self._checkpoint, None
-        begun = time.perf_counter()
-        was_done = task.done()
-        details = await task
-        if details is not None:
-            exposed_s = 0.0 if was_done else time.perf_counter() - begun
-            self._emit(events.CHECKPOINT, exposed_s=exposed_s, **details)
 
     # -- end --------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """Discard the sandbox and its checkpoints; waits for what is under way."""
         self.state = EnvironmentState.CLOSED
-        for task in (self._checkpoint, self._recovery):
-            if task is not None and not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await self._checkpoint.cancel()
+        if self._recovery is not None and not self._recovery.done():
+            self._recovery.cancel()
+            await asyncio.gather(self._recovery, return_exceptions=True)
         await self._sandboxes.discard(self.name)
 
     def _record(self, kind: Any, **fields: Any) -> None:
@@ -446,8 +397,3 @@ def cut_before_action(calls: list[Call], start: int, k: int) -> int:
         if call.kind == "generate" or (call.kind == "action" and call.k == k):
             return number
     return len(calls)
-
-
-def _wall(call: Call) -> float:
-    result = from_journal(call.result)
-    return getattr(result, "wall_s", 0.0)
