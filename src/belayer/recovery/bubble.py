@@ -23,7 +23,7 @@ from belayer.sandbox import Sandbox
 class BubbleCheckpoint:
     """The pending checkpoint of one rollout, if there is one.
 
-    `examine(sandbox)` says what is wrong with it, `lose(sandbox, why)` gives it up, `dumping()` counts this host's dumps.
+    `examine(sandbox)` says what is wrong with it, `lose(sandbox, why)` gives it up, `dumping()` counts running dumps.
     """
 
     def __init__(
