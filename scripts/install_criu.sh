@@ -24,18 +24,24 @@ version_ok() { # PATH: is it 4.2 or newer?
   [ -n "$version" ] && [ "$(printf '%s\n4.2\n' "$version" | sort -V | head -n 1)" = 4.2 ]
 }
 
-really_works() ( # PATH: dump and restore a process of our own
-  exec 2>/dev/null # the shell would report the death of the process
+really_works() ( # PATH: dump and restore a process of our own; says on standard error why not
+  exec 3>&2 2>/dev/null # the shell would report the death of the process
   ok=1
   dir="$(mktemp -d "${TMPDIR:-/tmp}/belayer-criu.XXXXXX")"
-  setsid sleep 600 </dev/null >/dev/null 2>&1 &
+  setsid sleep 600 </dev/null >/dev/null 2>&1 3>&- &
   pid=$!
+  # not before it is what it shall be: a shell that is about to become `sleep` still has our session and descriptors
+  for _ in $(seq 100); do
+    [ "$(cat "/proc/$pid/comm")" = sleep ] && break
+    sleep 0.02
+  done
   if "$1" dump -t "$pid" -D "$dir" -o dump.log --manage-cgroups=ignore >/dev/null 2>&1; then
     wait "$pid" 2>/dev/null || true
     if "$1" restore -d -D "$dir" -o restore.log --manage-cgroups=ignore >/dev/null 2>&1; then
       kill -0 "$pid" 2>/dev/null && ok=0
     fi
   fi
+  [ "$ok" = 0 ] || { grep -h 'Error' "$dir"/*.log | tail -n 4 | sed 's/^/criu: /' >&3; }
   kill -9 "$pid" 2>/dev/null || true
   rm -rf "$dir"
   exit "$ok"
