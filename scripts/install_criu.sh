@@ -28,7 +28,7 @@ really_works() ( # PATH: dump and restore a process of our own; says on standard
   exec 3>&2 2>/dev/null # the shell would report the death of the process
   ok=1
   dir="$(mktemp -d "${TMPDIR:-/tmp}/belayer-criu.XXXXXX")"
-  setsid sleep 600 </dev/null >/dev/null 2>&1 3>&- &
+  setsid sleep 600 </dev/null >/dev/null 2>&1 3>&- 9>&- &
   pid=$!
   # not before it is what it shall be: a shell that is about to become `sleep` still has our session and descriptors
   for _ in $(seq 100); do

@@ -92,7 +92,7 @@ ok
 
 # -- CRIU, sandbox init, store, image --------------------------------------------------------------------------------------
 if [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; then
-  if criu=$("${as_root[@]}" scripts/install_criu.sh); then
+  if criu=$("${as_root[@]}" scripts/install_criu.sh 9>&-); then # not with the lock: CRIU refuses a process that holds one
     say "CRIU >= 4.2"
     ok "$criu"
   else
