@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ import msgspec
 
 from belayer import events
 from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk
-from belayer.errors import ReplayDivergence, RequestRefused
+from belayer.errors import BelayerError, ReplayDivergence, RequestRefused
 from belayer.journal import Call, History, Journal
 from belayer.journal.records import TokensAppended, ValueDrawn
-from belayer.recovery import EnvironmentKeeper
-from belayer.recovery.actions import Action, Exec, Exists, Missing, Read, Shell, Write, asked, from_journal, host_file
+from belayer.recovery import EnvironmentKeeper, RestartFunction
+from belayer.recovery.actions import Action, Exec, Exists, Failed, Read, Shell, Write, asked, from_journal, host_file
 from belayer.sandbox import ExecResult
 
 
@@ -90,18 +91,17 @@ class RolloutSandbox:
         return await self._rollout._act(Shell(command=command, timeout_s=timeout_s))
 
     async def read(self, path: str) -> bytes:
-        """Content of a file. Raises `FileNotFoundError` where the agent's environment has none."""
-        result = await self._rollout._act(Read(path=path))
-        if isinstance(result, Missing):
-            raise FileNotFoundError(f"{result.path} in the sandbox: {result.reason}")
-        return result
+        """Content of a file. Raises `FileNotFoundError` and its like where the agent's environment has none."""
+        return await self._rollout._file_call(Read(path=path))
 
     async def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
-        """Write a file, whole."""
-        await self._rollout._act(Write(path=path, data=data.encode() if isinstance(data, str) else data, mode=mode))
+        """Write a file, whole. Raises `OSError` where the agent's environment does not let it be written."""
+        await self._rollout._file_call(
+            Write(path=path, data=data.encode() if isinstance(data, str) else data, mode=mode)
+        )
 
     async def exists(self, path: str) -> bool:
-        return await self._rollout._act(Exists(path=path))
+        return await self._rollout._file_call(Exists(path=path))
 
     async def upload(self, host_path: str, path: str) -> None:
         """Copy one file of the host into the sandbox. Its content goes to the journal, to be replayed."""
@@ -143,6 +143,7 @@ class Rollout:
         self._next = 0
         self._turns = 0
         self._busy = ""
+        self.broken: BaseException | None = None  # an infrastructure error that the user's function has seen
 
     # -- calls of the user's function -------------------------------------------------------------
 
@@ -199,6 +200,13 @@ class Rollout:
                 call = self._history.calls[self._next]
                 self._next += 1
             return call.value
+
+    async def _file_call(self, action: Action) -> Any:
+        result = await self._act(action)
+        if isinstance(result, Failed):
+            # made from the number, it is FileNotFoundError, IsADirectoryError, …
+            raise OSError(result.errno, f"{os.strerror(result.errno)} (in the sandbox)", result.path)
+        return result
 
     async def _act(self, action: Action) -> Any:
         with self._one_call("sandbox"):
@@ -294,6 +302,8 @@ class _OneCall:
         self._rollout, self._what = rollout, what
 
     def __enter__(self) -> None:
+        if self._rollout.broken is not None:
+            raise self._rollout.broken
         if self._rollout._busy:
             raise RequestRefused(
                 f"rollout {self._rollout.id}: {self._what} was called while {self._rollout._busy} is under way",
@@ -301,8 +311,12 @@ class _OneCall:
             )
         self._rollout._busy = self._what
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._rollout._busy = ""
+        # a function that catches everything must not turn an infrastructure failure into a reward
+        fatal = isinstance(error, BelayerError) and not isinstance(error, RequestRefused)
+        if fatal or isinstance(error, RestartFunction):
+            self._rollout.broken = self._rollout.broken or error
 
 
 RolloutFunction = Callable[[Rollout], "asyncio.Future[float] | Any"]

@@ -10,11 +10,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from belayer import events
 from belayer.checkpoint import make_policy
 from belayer.config import Config
 from belayer.engine import Engine
-from belayer.errors import BelayerError, ConfigError, RolloutFailed, SandboxError
+from belayer.errors import (
+    BelayerError,
+    ConfigError,
+    EngineError,
+    RequestRefused,
+    RolloutFailed,
+    RunError,
+    SandboxError,
+    SandboxUnavailable,
+    StorageFull,
+)
 from belayer.journal import Journal
 from belayer.journal import records as r
 from belayer.ownership import RunLabel
@@ -51,8 +63,12 @@ class Run:
         self.tokenizer: Tokenizer | None = None
         self.sink: events.EventSink = events.ignore
         self.keepers: dict[str, EnvironmentKeeper] = {}
+        self._running: set[asyncio.Task[None]] = set()
         self._policy = make_policy(config.policy)
-        self._breaker = CircuitBreaker(config.recovery.breaker)
+        self._breaker = CircuitBreaker(
+            # one event on the host may hit every rollout in flight once
+            max(config.recovery.breaker, 2 * config.run.max_concurrent)
+        )
         self._slots = asyncio.Semaphore(config.run.max_concurrent)
 
     @classmethod
@@ -85,12 +101,18 @@ class Run:
                     kept="the run, untouched",
                     next_step="resume it with its own seed, or choose another run directory",
                 )
-            journal = Journal(opened.path / "journal", durability=config.run.durability)
+            await asyncio.to_thread(reap)
+            label = _new_label(opened.path)
         except BaseException:
             opened.close()
             raise
-        await asyncio.to_thread(reap)
-        run = cls(opened, config, journal, RunLabel.new(str(opened.path)))
+        try:
+            journal = Journal(opened.path / "journal", durability=config.run.durability)
+        except BaseException:
+            label.close()
+            opened.close()
+            raise
+        run = cls(opened, config, journal, label)
         run.tokenizer, run.sink = tokenizer, sink
         try:
             await run._start(weights, policy_version)
@@ -127,13 +149,21 @@ class Run:
 
     async def close(self) -> None:
         """Stop everything. The run directory stays and can be opened again."""
-        for part in (self.engine, self.sandboxes):
-            if part is not None:
-                await part.close()
-        self.engine = self.sandboxes = None
-        self.journal.close()
-        self.label.close()
-        self.directory.close()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        engine, sandboxes, self.engine, self.sandboxes = self.engine, self.sandboxes, None, None
+        try:
+            if engine is not None:
+                await engine.close()
+        finally:
+            try:
+                if sandboxes is not None:
+                    await sandboxes.close()
+            finally:
+                self.journal.close()
+                self.label.close()
+                self.directory.close()
 
     # -- rollouts ---------------------------------------------------------------------------------
 
@@ -151,18 +181,25 @@ class Run:
             for group, task in enumerate(tasks)
             for index in range(group_size)
         ]
+        for rollout_id, _, task in jobs:
+            self._check_task(rollout_id, task)
         waiting = [job for job in jobs if not self.journal.history(job[0]).acknowledged]
 
         async def work(rollout_id: str, group: str, task: Any) -> None:
             try:
                 async with self._slots:
                     finished.put_nowait(await self._run_one(solve, rollout_id, group, task))
-            except asyncio.CancelledError:
-                raise
+            except asyncio.CancelledError as error:
+                current = asyncio.current_task()
+                if current is not None and current.cancelling():
+                    raise
+                what = f"the function of rollout {rollout_id} was cancelled from inside"
+                finished.put_nowait(RolloutFailed(what, first=_where(error)))
             except BaseException as error:
                 finished.put_nowait(error)
 
         running = [asyncio.create_task(work(*job), name=job[0]) for job in waiting]
+        self._running.update(running)
         failures: list[RolloutFailed] = []
         try:
             for _ in waiting:
@@ -177,6 +214,7 @@ class Run:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            self._running.difference_update(running)
         if failures:
             raise RolloutFailed(
                 f"{len(failures)} of {len(jobs)} rollouts failed: {failures[0].what}",
@@ -226,9 +264,9 @@ class Run:
                 if history.attempts >= self.config.recovery.attempts:
                     raise self._failed_for_good(rollout_id) from error
                 continue
-            except (BelayerError, OSError):
-                raise  # the engine, the journal or the disk: the run stops and can be resumed
             except Exception as error:
+                if isinstance(error, BelayerError) and not isinstance(error, RequestRefused):
+                    raise  # the engine, the journal or the disk: the run stops and can be resumed
                 # the user's function itself failed; trying again would only fail again
                 self._fail(rollout_id, error)
                 raise RolloutFailed(
@@ -265,6 +303,7 @@ class Run:
             sink=self.sink,
         )
         self.keepers[rollout_id] = keeper
+        stopped = False
         try:
             while True:
                 rollout = Rollout(
@@ -276,12 +315,28 @@ class Run:
                     sink=self.sink,
                 )
                 try:
-                    return _checked_reward(rollout_id, await solve(rollout))
+                    reward = await solve(rollout)
+                    if rollout.broken is not None:
+                        raise rollout.broken
+                    return _checked_reward(rollout_id, reward)
                 except RestartFunction:
                     continue
+        except (asyncio.CancelledError, EngineError, RunError, StorageFull):
+            stopped = True  # the run stops, and will be resumed
+            raise
         finally:
             del self.keepers[rollout_id]
-            await keeper.close()
+            await keeper.close(keep_checkpoints=stopped)
+
+    def _check_task(self, rollout_id: str, task: Any) -> None:
+        """The same id must mean the same rollout: never hand out an old trajectory for another task."""
+        started = self.journal.history(rollout_id).started
+        if started is not None and msgspec.msgpack.encode(started.task) != msgspec.msgpack.encode(task):
+            raise ConfigError(
+                f"rollout {rollout_id} was started with another task",
+                kept="its journal, untouched",
+                next_step="give every batch of tasks a name= of its own, or use a new run directory",
+            )
 
     def _begin(self, rollout_id: str, group: str, task: Any) -> None:
         attempt = self.journal.history(rollout_id).attempts
@@ -312,6 +367,13 @@ class Run:
 
     def _emit(self, kind: str, subject: str, **data: Any) -> None:
         self.sink(events.Event(kind=kind, subject=subject, data=data))
+
+
+def _new_label(path: Path) -> RunLabel:
+    try:
+        return RunLabel.new(str(path))
+    except PermissionError as error:
+        raise SandboxUnavailable(f"sandboxes need root: {error}", next_step="run as root, or with sudo") from None
 
 
 def open_directory(path: Path, config: Config) -> RunDirectory:

@@ -25,6 +25,7 @@ from belayer.engine import TokenChunk
 from belayer.errors import (
     CheckpointDamaged,
     CheckpointRefused,
+    ConfigError,
     RestoreFailed,
     RolloutFailed,
     SandboxLost,
@@ -183,6 +184,9 @@ class ModelSandboxes:
         self.current[name] = ModelSandbox(self, name, self.generations, log[:-1] if broken else log)
         self.current[name].broken = broken
         return self.current[name]
+
+    async def retire(self, sandbox):
+        self.current.pop(sandbox.name, None)
 
     async def discard(self, name):
         self.current.pop(name, None)
@@ -374,3 +378,92 @@ def test_accepted_damage_is_accepted_again_when_it_is_replayed(number):
     # each `rm -rf /` costs one restore, and the one death one more: nothing goes round in circles
     assert all(each.attempt == 0 for each in done)
     assert sum(each.restores for each in done) <= 2 * len(done) + 3
+
+
+async def with_function(folder: Path, function, tasks=("x",), chaos: Chaos | None = None, name: str = "t"):
+    """Run `function` once per task in the model world."""
+    journal = Journal(folder / "journal")
+    config = Config(run=RunConfig(max_concurrent=4), recovery=RecoveryConfig(infra_retries=3, attempts=1))
+    run = Run(SimpleNamespace(path=folder), config, journal, SimpleNamespace(close=lambda: None))
+    chaos = chaos or Chaos([])
+    run.sandboxes, run.engine, run.sink = ModelSandboxes(World(), chaos), ModelEngine(chaos, 5), events.ignore
+    try:
+        return await run.collect(function, list(tasks), name=name), journal
+    finally:
+        journal.close()
+
+
+class AlwaysDies(Chaos):
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def strikes(self, *kinds: str) -> str:
+        return "dies at once" if kinds == ("dies at once",) else ""
+
+
+def test_a_function_that_catches_everything_does_not_turn_a_failure_into_a_reward(tmp_path):
+    async def greedy(rollout):
+        await rollout.observe([1])
+        try:
+            await rollout.sandbox.exec("a")
+        except Exception:
+            return 0.0
+        return 1.0
+
+    with pytest.raises(RolloutFailed):
+        asyncio.run(with_function(tmp_path, greedy, chaos=AlwaysDies()))
+    history = Journal(tmp_path / "journal").history("t-0-0")
+    assert history.reward is None and history.failed is not None
+    assert history.failed.error == "BudgetSpent"
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("k"), FileNotFoundError("f"), TimeoutError("t"), asyncio.CancelledError(), ValueError("v")]
+)
+def test_an_error_of_the_users_function_fails_that_rollout_visibly_and_only_that(tmp_path, error):
+    async def picky(rollout):
+        await rollout.observe([1])
+        if rollout.task == "bad":
+            raise error
+        return 1.0
+
+    with pytest.raises(RolloutFailed, match="1 of 3 rollouts failed"):
+        asyncio.run(asyncio.wait_for(with_function(tmp_path, picky, tasks=("a", "bad", "c")), 10))
+    histories = Journal(tmp_path / "journal").histories
+    assert [histories[f"t-{n}-0"].reward for n in range(3)] == [1.0, None, 1.0]
+
+
+def test_another_task_under_the_same_name_is_refused(tmp_path):
+    async def simple(rollout):
+        await rollout.observe([1])
+        return 1.0
+
+    asyncio.run(with_function(tmp_path, simple, tasks=("a",)))
+    with pytest.raises(ConfigError, match="another task"):
+        asyncio.run(with_function(tmp_path, simple, tasks=("b",)))
+    done, _ = asyncio.run(with_function(tmp_path, simple, tasks=("b",), name="second"))
+    assert done[0].task == "b"
+
+
+def test_many_rollouts_resume_without_opening_the_circuit(tmp_path):
+    """A restart of the driver hits every rollout at once; it is no failure of theirs."""
+
+    class DiesInTheMiddle(Chaos):
+        def strikes(self, *kinds: str) -> str:
+            if kinds[:1] == ("dies before",):
+                self.at += 1
+                if self.at > 40:
+                    raise DriverKilled
+            return ""
+
+    async def two_actions(rollout):
+        await rollout.sandbox.exec("a")
+        await rollout.sandbox.exec("b")
+        return 1.0
+
+    tasks = tuple(range(40))
+    with pytest.raises(DriverKilled):
+        asyncio.run(with_function(tmp_path, two_actions, tasks, chaos=DiesInTheMiddle([])))
+    done, journal = asyncio.run(with_function(tmp_path, two_actions, tasks))
+    assert len(done) == 40 and all(each.restores == 0 for each in done)
+    assert any(history.generation > 0 for history in journal.histories.values())

@@ -125,6 +125,9 @@ def main() -> None:
     except BelayerError as error:
         _print_error(error)
         code = 1
+    except OSError as error:
+        _stderr.print(f"[bold red]error:[/] {type(error).__name__}: {error}")
+        code = 1
     except KeyboardInterrupt:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)

@@ -14,7 +14,8 @@ from belayer.config import Config, load_config
 from belayer.errors import BelayerError, ConfigError, RunError
 from belayer.journal import compare_runs
 from belayer.observe import MetricsLog, RunSummary, Summary, open_view, read_summary, write_report, write_timeline
-from belayer.run_directory import write_atomically
+from belayer.run import open_directory
+from belayer.run_directory import RunDirectory, write_atomically
 
 console = Console(highlight=False, soft_wrap=True)
 JOB_FILE = "job.json"
@@ -65,12 +66,21 @@ def _free_directory(name: str) -> Path:
 
 
 def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain: bool) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
-    job = {"config": config.model_dump(mode="json"), "base": str(base), "reference": reference}
-    write_atomically(directory / JOB_FILE, json.dumps(job, indent=1).encode())
+    held = open_directory(directory, config)  # the lock before the first byte: another process may be at work here
+    try:
+        if not (directory / JOB_FILE).exists():
+            job = {"config": config.model_dump(mode="json"), "base": str(base), "reference": reference}
+            write_atomically(directory / JOB_FILE, json.dumps(job, indent=1).encode())
+        summary = _finished(directory)
+    except BaseException:
+        held.close()
+        raise
     console.print(f"run directory: {directory}")
     try:
-        summary = _finished(directory) or _one_run(config, base, directory, title=directory.name, plain=plain)
+        if summary is None:
+            summary = _one_run(config, base, held, title=directory.name, plain=plain)
+        else:
+            held.close()
         if reference:
             summary = _reference(config, base, directory, plain=plain)
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -95,10 +105,10 @@ def _finished(directory: Path) -> RunSummary | None:
     return summary if summary is not None and summary.finished else None
 
 
-def _one_run(config: Config, base: Path, directory: Path, *, title: str, plain: bool) -> RunSummary:
+def _one_run(config: Config, base: Path, held: RunDirectory, *, title: str, plain: bool) -> RunSummary:
     from belayer.training.job import run_job
 
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = held.path
     metrics_path = directory / "metrics.jsonl"
     summary = Summary.from_metrics(metrics_path) if metrics_path.exists() else Summary()
     with MetricsLog(metrics_path) as metrics, open_view(title, plain=plain) as view:
@@ -106,11 +116,16 @@ def _one_run(config: Config, base: Path, directory: Path, *, title: str, plain: 
         async def main() -> RunSummary:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
             assert task is not None
-            # SIGTERM must clean up exactly as Ctrl-C does
-            loop.add_signal_handler(signal.SIGTERM, task.cancel)
+
+            def stop() -> None:
+                # once: a second SIGTERM must not cancel the clean-up
+                loop.add_signal_handler(signal.SIGTERM, lambda: None)
+                task.cancel()
+
+            loop.add_signal_handler(signal.SIGTERM, stop)  # SIGTERM cleans up exactly as Ctrl-C does
             sink = events.fan_out(metrics, summary, view)
             try:
-                outcome = await run_job(config, base, directory, sink=sink, say=console.print)
+                outcome = await run_job(config, base, held, sink=sink, say=console.print)
                 started, delivered, duplicated = outcome.journal_counts
                 summary.set_rollouts(started=started, delivered=delivered, duplicated=duplicated)
             finally:
@@ -126,7 +141,7 @@ def _reference(config: Config, base: Path, directory: Path, *, plain: bool) -> R
     calm = config.model_copy(update={"faults": config.faults.model_copy(update={"inject": False})})
     if _finished(other) is None:
         console.print("the same seed again, without faults")
-        _one_run(calm, base, other, title=f"{directory.name} without faults", plain=plain)
+        _one_run(calm, base, open_directory(other, calm), title=f"{directory.name} without faults", plain=plain)
     found = compare_runs(directory, other)
     data = {
         "reference": str(other),

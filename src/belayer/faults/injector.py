@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -64,9 +65,7 @@ class FaultInjector:
         """Until the plan is done; cancel it to stop early."""
         workers = [fault for fault in self.pending if fault.kind.startswith("worker")]
         others = [fault for fault in self.pending if not fault.kind.startswith("worker")]
-        async with asyncio.TaskGroup() as sequences:
-            sequences.create_task(self._sequence(workers))
-            sequences.create_task(self._sequence(others))
+        await asyncio.gather(self._sequence(workers), self._sequence(others))
 
     async def _sequence(self, faults: list[Fault]) -> None:
         for fault in faults:
@@ -115,7 +114,8 @@ class FaultInjector:
             if not self._mine(pid):  # the number went to somebody else
                 return False
             self._tell(fault, subject, f"pid {pid}")
-            signal.pidfd_send_signal(fd, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself in this very moment
+                signal.pidfd_send_signal(fd, number)
         finally:
             os.close(fd)
         return True
@@ -133,6 +133,6 @@ def damage(root: Path, folder: str) -> None:
     if os.path.ismount("/") and Path(os.path.realpath(root)) == Path("/"):
         raise ValueError("refusing to damage the host's root")
     if path.is_symlink():
-        path.unlink()
+        path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)

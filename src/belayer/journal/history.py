@@ -13,6 +13,7 @@ import msgspec
 
 from belayer.errors import JournalCorrupt
 from belayer.journal.records import (
+    DRIVER_RESTARTED,
     Acknowledged,
     ActionCompleted,
     ActionIntended,
@@ -94,6 +95,8 @@ class History:
                 self._tokens(record)
             case ActionIntended():
                 call = self._call(record.call, "action", record.asked)
+                if call.asked != record.asked:
+                    raise JournalCorrupt(f"rollout {self.rollout}: action {record.k} was asked for in two ways")
                 call.k, call.done = record.k, False
                 self.generation = max(self.generation, record.g)
             case ActionCompleted():
@@ -110,7 +113,7 @@ class History:
                 pass
             case EnvRestored():
                 self.generation = record.g
-                self.restores += 1
+                self.restores += record.reason != DRIVER_RESTARTED
             case ContextTruncated():
                 del self.calls[record.call :]
                 self.checkpoints = [c for c in self.checkpoints if c.k < record.k]

@@ -16,6 +16,9 @@ import msgspec
 
 FORMAT = 1
 
+# reason of a restore that only a restart of the driver made necessary; it costs no rollout any of its budget
+DRIVER_RESTARTED = "the driver was restarted"
+
 Source = Literal["observation", "model"]
 
 

@@ -63,6 +63,7 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self.records: list[AnyRecord] = []
         self.torn_bytes = 0
+        self._failed = ""
         self._seq = 0
         end: tuple[Path, int] | None = None
         for place, record in _scan_with_ends(folder):
@@ -90,11 +91,29 @@ class SegmentWriter:
         os.lseek(self._fd, keep, os.SEEK_SET)
         self._size = keep
 
+    def _rotate(self) -> None:
+        """Go on in a new segment; when that fails, stay in the old one."""
+        old_fd, old_size = self._fd, self._size
+        try:
+            self._new_segment()
+        except (JournalError, StorageFull):
+            self._fd, self._size = old_fd, old_size
+            raise
+        os.close(old_fd)
+
     def _new_segment(self) -> None:
         path = self._folder / f"{self._seq:012d}.seg"
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._explain(error) from error
         self._size = 0
-        self._write(segment_header(self._seq))
+        try:
+            self._write(segment_header(self._seq))
+        except (JournalError, StorageFull):
+            os.close(self._fd)
+            path.unlink()  # a segment without its header would stand in the way
+            raise
         if self._sync:
             folder_fd = os.open(self._folder, os.O_RDONLY)
             os.fsync(folder_fd)
@@ -106,13 +125,23 @@ class SegmentWriter:
         When this returns the record survives SIGKILL of this process. Raises `StorageFull` (nothing of the record is
         kept) or `JournalError`.
         """
+        if self._failed:
+            raise JournalError(
+                f"the journal in {self._folder} stopped after a failed write: {self._failed}",
+                kept="every record before it",
+                next_step="repair the disk, then `belayer resume` the run",
+            )
         if self._size >= self._segment_bytes:
-            os.close(self._fd)
-            self._new_segment()
+            self._rotate()
         self._write(frame(self._seq, _encoder.encode(record)))
-        if self._sync:
-            os.fdatasync(self._fd)
         self._seq += 1
+        if self._sync:
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                # what is on the disk is unknown now, and asking again would not tell (fsync reports an error once)
+                self._failed = str(error)
+                raise JournalError(f"the journal in {self._folder} cannot be synced: {error}") from error
         return self._seq - 1
 
     def _write(self, data: bytes) -> None:
@@ -124,14 +153,17 @@ class SegmentWriter:
             # take back what was written of it, so that the next append does not land behind a torn frame
             os.ftruncate(self._fd, self._size)
             os.lseek(self._fd, self._size, os.SEEK_SET)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(
-                    f"no room for the journal in {self._folder}",
-                    kept="every earlier record",
-                    next_step="make room, then `belayer resume` the run",
-                ) from None
-            raise JournalError(f"the journal in {self._folder} cannot be written: {error}") from error
+            raise self._explain(error) from error
         self._size += len(data)
+
+    def _explain(self, error: OSError) -> JournalError | StorageFull:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StorageFull(
+                f"no room for the journal in {self._folder}",
+                kept="every earlier record",
+                next_step="make room, then `belayer resume` the run",
+            )
+        return JournalError(f"the journal in {self._folder} cannot be written: {error}")
 
     def close(self) -> None:
         if self._fd >= 0:

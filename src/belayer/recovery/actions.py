@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from belayer.errors import SandboxLost
 from belayer.sandbox import ExecResult, Sandbox
 
 
@@ -43,11 +45,11 @@ class Exists(msgspec.Struct, frozen=True, kw_only=True, tag="exists"):
     path: str
 
 
-class Missing(msgspec.Struct, frozen=True, tag="missing"):
-    """Result of `Read` where there is no such file: the agent's business, hence a result."""
+class Failed(msgspec.Struct, frozen=True):
+    """Result of a file call that the agent's file system refuses (no such file, a folder, …)."""
 
     path: str
-    reason: str
+    errno: int
 
 
 Action = Exec | Shell | Read | Write | Exists
@@ -79,14 +81,21 @@ async def perform(sandbox: Sandbox, action: Action, fence: tuple[int, int]) -> A
             )
         case Shell():
             return await sandbox.shell(action.command, timeout_s=action.timeout_s, fence=fence)
-        case Read():
+        case Read() | Write() | Exists():
             try:
-                return await sandbox.read(action.path)
-            except (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError) as error:
-                return Missing(action.path, type(error).__name__)
+                return await _file_call(sandbox, action)
+            except (ConnectionError, TimeoutError) as error:
+                raise SandboxLost(f"sandbox {sandbox.name} broke off in a file call: {error}") from error
+            except OSError as error:
+                return Failed(action.path, error.errno or errno.EIO)
+
+
+async def _file_call(sandbox: Sandbox, action: Read | Write | Exists) -> bytes | bool | None:
+    match action:
+        case Read():
+            return await sandbox.read(action.path)
         case Write():
-            await sandbox.write(action.path, action.data, mode=action.mode)
-            return None
+            return await sandbox.write(action.path, action.data, mode=action.mode)
         case Exists():
             return await sandbox.exists(action.path)
 
@@ -95,8 +104,8 @@ def to_journal(result: Any) -> Any:
     """A result as plain MessagePack-able data."""
     if isinstance(result, ExecResult):
         return {"exec": msgspec.to_builtins(result, builtin_types=(bytes,))}
-    if isinstance(result, Missing):
-        return {"missing": [result.path, result.reason]}
+    if isinstance(result, Failed):
+        return {"failed": [result.path, result.errno]}
     return {"value": result}
 
 
@@ -104,8 +113,8 @@ def from_journal(data: Any) -> Any:
     """The inverse of `to_journal`."""
     if "exec" in data:
         return msgspec.convert(data["exec"], ExecResult, builtin_types=(bytes,))
-    if "missing" in data:
-        return Missing(*data["missing"])
+    if "failed" in data:
+        return Failed(*data["failed"])
     return data["value"]
 
 

@@ -28,10 +28,12 @@ from belayer.errors import (
     RestoreFailed,
     RolloutFailed,
     SandboxLost,
+    SandboxUnavailable,
     StaleSandbox,
 )
 from belayer.journal import Call, Journal
 from belayer.journal.records import (
+    DRIVER_RESTARTED,
     ActionCompleted,
     ActionIntended,
     ContextTruncated,
@@ -109,7 +111,7 @@ class EnvironmentKeeper:
         self._restore_s = 0.03  # the last time to create or restore, for the policy
         if self._history.calls and self._history.actions():
             # this process has not made that sandbox: it is gone, or belongs to a driver that is
-            self._lose("the driver was restarted")
+            self._lose(DRIVER_RESTARTED)
 
     @property
     def completed(self) -> int:
@@ -145,6 +147,10 @@ class EnvironmentKeeper:
                 self._lose(error.what)
                 self._count_death(k, error.what, action)
                 continue
+            except asyncio.CancelledError:
+                # begun and not completed: nobody knows how far it went, so it is never gone on from in place
+                self._lose(f"action {k} was cancelled")
+                raise
             if problem and self._suspect != k:
                 # damage that appeared during the action is either the action's own doing or ours to repair; doing it
                 # once more from the state before it tells the two apart
@@ -247,7 +253,7 @@ class EnvironmentKeeper:
         if not fresh:
             phases["detect_to_start_s"] = time.perf_counter() - self._lost_at
         while True:
-            if not fresh:
+            if not fresh and why != DRIVER_RESTARTED:
                 self._spend(why)
             self.state = EnvironmentState.RECOVERING
             begun = time.perf_counter()
@@ -257,7 +263,7 @@ class EnvironmentKeeper:
                 mismatch = await self._replay(sandbox, base, target)
                 # looked at before a difference is believed: damage is no fault of the agent
                 await self._settle_damage(sandbox, base, target)
-            except (SandboxLost, StaleSandbox) as error:
+            except (SandboxLost, StaleSandbox, SandboxUnavailable) as error:
                 # it failed again while it was being brought back: that is one more failure, with its own budget
                 self.state = EnvironmentState.LOST
                 why, fresh = error.what, False
@@ -298,8 +304,11 @@ class EnvironmentKeeper:
                 except TimeoutError:
                     self._emit(events.FAULT_DETECTED, fault="checkpoint", how="restore passed its deadline")
             await self._sandboxes.discard(self.name)
-        async with asyncio.timeout(self._config.restore_timeout_s):
-            sandbox = await self._sandboxes.create(self.name)
+        try:
+            async with asyncio.timeout(self._config.restore_timeout_s):
+                sandbox = await self._sandboxes.create(self.name)
+        except TimeoutError:
+            raise SandboxLost(f"a new container took more than {self._config.restore_timeout_s:.0f} s") from None
         return "new container", 0, sandbox
 
     async def _replay(self, sandbox: Sandbox, base: int, target: int) -> int | None:
@@ -370,14 +379,17 @@ class EnvironmentKeeper:
 
     # -- end --------------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """Discard the sandbox and its checkpoints; waits for what is under way."""
+    async def close(self, *, keep_checkpoints: bool) -> None:
+        """Discard the sandbox, and its checkpoints unless a later session will want them."""
         self.state = EnvironmentState.CLOSED
         await self._checkpoint.cancel()
         if self._recovery is not None and not self._recovery.done():
             self._recovery.cancel()
             await asyncio.gather(self._recovery, return_exceptions=True)
-        await self._sandboxes.discard(self.name)
+        if not keep_checkpoints:
+            await self._sandboxes.discard(self.name)
+        elif self.sandbox is not None:
+            await self._sandboxes.retire(self.sandbox)
 
     def _record(self, kind: Any, **fields: Any) -> None:
         self._journal.record(kind(rollout=self.rollout, attempt=self.attempt, **fields))

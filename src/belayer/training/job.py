@@ -26,7 +26,8 @@ from belayer.journal import read_histories, scan
 from belayer.journal.records import Acknowledged
 from belayer.ownership.reap import label_of_process
 from belayer.rollout import Trajectory, trajectory
-from belayer.run import Run, open_directory
+from belayer.run import Run
+from belayer.run_directory import RunDirectory
 from belayer.training.grpo import train
 from belayer.training.interface import StepReport, TrainingStopped
 from belayer.training.model import prepare_model
@@ -101,22 +102,27 @@ def step_name(step: int) -> str:
 
 
 async def run_job(
-    config: Config, base: Path, run_dir: Path, *, sink: events.EventSink, say: Callable[[str], None] = lambda text: None
+    config: Config,
+    base: Path,
+    directory: RunDirectory,
+    *,
+    sink: events.EventSink,
+    say: Callable[[str], None] = lambda text: None,
 ) -> JobOutcome:
     """Train to the end, or go on where an earlier session of the same run directory stopped.
 
-    `base` is the folder that the task's path is relative to. Cancel it to stop; everything is gone then and the run
+    `base` is the folder that the task's path is relative to; `directory`, opened and so locked, is closed at the end,
+    because nobody else may touch the model and the states in it. Cancel it to stop; everything is gone then and the run
     can be resumed.
     """
-    train_config = config.train
-    if train_config is None:
-        raise ConfigError("the configuration has no [train] section")
     begun = time.perf_counter()
-    task = load_task(train_config.task, base)
+    run_dir = directory.path
     state_dir = run_dir / "trainer"
-    # the lock comes first: nobody else may touch the model and the states below it
-    directory = open_directory(run_dir, config)
     try:
+        train_config = config.train
+        if train_config is None:
+            raise ConfigError("the configuration has no [train] section")
+        task = load_task(train_config.task, base)
         say("preparing the model")
         model = await _in_thread(
             lambda progress: prepare_model(train_config, task, state_dir, config.run.seed, progress, base=base), say
