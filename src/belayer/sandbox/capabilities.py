@@ -66,6 +66,7 @@ def probe() -> list[Capability]:
     with RunLabel.new("belayer doctor") as label:
         container = _in_thread(lambda: asyncio.run(_try_container(label)))
         store, image = _store(label)
+    criu.forget_kernel_features()
     return [root, *container, store, image, _disk()]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from belayer.errors import SandboxUnavailable
 from belayer.ownership import cache_dir
 from belayer.sandbox import _data
+from belayer.sandbox.criu import forget_kernel_features
 from belayer.sandbox.store import Store, unmount_unused
 
 
@@ -17,6 +18,7 @@ def reap(store_folder: Path | None = None) -> list[str]:
     `belayer.ownership.reap`, which kills the processes.
     """
     done = _data.settle()
+    forget_kernel_features()
     if (store_folder or cache_dir() / "store").is_dir():
         try:
             store = Store.open(store_folder)

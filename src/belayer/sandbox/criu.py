@@ -17,6 +17,7 @@ import struct
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from belayer.ownership import cache_dir
 from belayer.sandbox._keeper import Keeper
 
 MINIMUM = (4, 2)
+KERNEL_FEATURES = Path("/dev/shm/criu.kdat")
 GHOST_LIMIT = 512 << 20  # deleted files that are still open are stored up to this size
 _NETWORK_LOCK_SKIP = 3
 _DUMP, _NOTIFY = 1, 6
@@ -47,6 +49,16 @@ def find_criu() -> Path:
             return Path(candidate)
         too_old = f"; {candidate} is version {'.'.join(map(str, version)) or 'unknown'}"
     raise SandboxUnavailable(f"no CRIU 4.2 or newer was found{too_old}", next_step="run scripts/install_criu.sh")
+
+
+def forget_kernel_features() -> None:
+    """Delete what our own build of CRIU remembers about the kernel; the next call finds it out again in 30 ms.
+
+    scripts/install_criu.sh builds it to remember that on a tmpfs. A system's CRIU keeps its own elsewhere.
+    """
+    with suppress(SandboxUnavailable):
+        if find_criu().is_relative_to(cache_dir()):
+            KERNEL_FEATURES.unlink(missing_ok=True)
 
 
 def criu_version(program: Path) -> tuple[int, ...]:

@@ -244,6 +244,7 @@ class Sandboxes:
             lambda: asyncio.to_thread(self.checkpoints.data.close),
             self._keeper.close,
             lambda: asyncio.to_thread(self.store.close),
+            lambda: asyncio.to_thread(criu.forget_kernel_features),
         ):
             try:
                 await step()
