@@ -26,7 +26,8 @@ _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @app.command
 def train(
-    config: Path,
+    config: Annotated[Path, Parameter(help="A TOML file, e.g. examples/shell_grpo.toml.")],
+    /,
     *,
     inject: Annotated[bool | None, Parameter(help="Kill and damage workers and sandboxes at seeded moments.")] = None,
     reference: Annotated[
@@ -51,8 +52,13 @@ def train(
 
 
 @app.command
-def resume(run: Path, *, plain: Annotated[bool, Parameter(negative="")] = False) -> int:
-    """Finish a run that was stopped, killed or that failed, from its journal.
+def resume(
+    run: Annotated[Path, Parameter(help="The folder of a `train` run, e.g. runs/shell_grpo.")],
+    /,
+    *,
+    plain: Annotated[bool, Parameter(negative="", help="Lines instead of the live view.")] = False,
+) -> int:
+    """Finish a `train` run that was stopped, killed or that failed, from its journal.
 
     Finished rollouts are not run again; unfinished ones get their sandbox back and go on where they were.
     """
@@ -92,7 +98,11 @@ def bench(
 
 
 @app.command
-def compare(run: Path, reference: Path) -> int:
+def compare(
+    run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo.")],
+    reference: Annotated[Path, Parameter(help="The run to compare with, e.g. runs/shell_grpo/reference.")],
+    /,
+) -> int:
     """Compare two runs of the same seed, rollout by rollout and token by token."""
     from belayer.cli.inspect import compare_command
 
@@ -100,7 +110,12 @@ def compare(run: Path, reference: Path) -> int:
 
 
 @app.command
-def report(run: Path, *, reference: Annotated[Path | None, Parameter(help="A run to compare with.")] = None) -> int:
+def report(
+    run: Annotated[Path, Parameter(help="The folder of a `train` run, e.g. runs/shell_grpo.")],
+    /,
+    *,
+    reference: Annotated[Path | None, Parameter(help="A run to compare with.")] = None,
+) -> int:
     """Write `report.html` and `trace.json` of a run, from its metrics."""
     from belayer.cli.inspect import report_command
 
@@ -108,8 +123,16 @@ def report(run: Path, *, reference: Annotated[Path | None, Parameter(help="A run
 
 
 @app.command
-def show(run: Path, rollout: str | None = None) -> int:
-    """Print a run's rollouts, or one rollout turn by turn, from the journal."""
+def show(
+    run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo.")],
+    rollout: Annotated[str | None, Parameter(help="An id from the list; without it all are listed.")] = None,
+    /,
+) -> int:
+    """Print a run's rollouts, or one rollout turn by turn, from the journal.
+
+    Ids of `train` runs are sSTEP-GROUP-MEMBER. restored: times the sandbox was brought back; cut: times the context was
+    shortened; try: the attempt, from 0. Token ids are printed as journalled.
+    """
     from belayer.cli.inspect import show_command
 
     return show_command(run, rollout)

@@ -15,6 +15,8 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def _need_run(run: Path) -> None:
+    if not run.is_dir():
+        raise RunError(f"{run} does not exist", next_step="check the path; runs are usually below runs/")
     if not (run / "run.json").is_file():
         raise RunError(f"{run} is not a run directory: it has no run.json", next_step="check the path")
 
@@ -38,6 +40,11 @@ def report_command(run: Path, reference: Path | None) -> int:
     from belayer.observe import write_report, write_timeline
 
     _need_run(run)
+    if not (run / "metrics.jsonl").is_file():
+        raise RunError(
+            f"{run} has no metrics.jsonl: only runs of `belayer train` record one",
+            next_step=f"`belayer show {run}` prints its rollouts from the journal",
+        )
     if reference is None and (run / "reference" / "run.json").is_file():
         reference = run / "reference"
     console.print(f"report:   {write_report(run, reference)}")
@@ -75,10 +82,20 @@ def _print_rollouts(histories: dict[str, History]) -> None:
         ]
         table.add_row(name, state, reward, *map(str, counts))
     console.print(table)
+    everyone = list(histories.values())
+    console.print(
+        f"{len(everyone)} rollouts: {sum(h.acknowledged for h in everyone)} delivered, "
+        f"{sum(h.restores > 0 for h in everyone)} with a restored sandbox, "
+        f"{sum(h.truncations > 0 for h in everyone)} with a context that was cut, "
+        f"{sum(h.attempt > 0 for h in everyone)} started more than once"
+    )
 
 
 def _print_rollout(history: History) -> None:
-    console.print(f"rollout {history.rollout}, attempt {history.attempt}, generation {history.generation}")
+    console.print(
+        f"rollout {history.rollout}, attempt {history.attempt}, sandbox generation {history.generation}, "
+        f"restored {history.restores} times"
+    )
     for number, call in enumerate(history.calls):
         if call.kind == "action":
             result = from_journal(call.result) if call.done else None
@@ -88,7 +105,11 @@ def _print_rollout(history: History) -> None:
             text = f"{call.asked} = {call.value}"
         else:
             versions = sorted(set(call.versions))
-            suffix = f" (weights {versions}, {call.finish or 'unfinished'})" if call.kind == "generate" else ""
+            suffix = (
+                f" (policy version {versions}, ended by {call.finish or 'nothing yet'})"
+                if call.kind == "generate"
+                else ""
+            )
             text = f"{call.kind}: {call.ids}{suffix}"
         console.print(f"{number:4} {text}", markup=False)
     if history.finished:

@@ -16,6 +16,7 @@ from belayer.journal import compare_runs
 from belayer.observe import MetricsLog, RunSummary, Summary, open_view, read_summary, write_report, write_timeline
 from belayer.run import open_directory
 from belayer.run_directory import RunDirectory, write_atomically
+from belayer.training.task import load_task
 
 console = Console(highlight=False, soft_wrap=True)
 JOB_FILE = "job.json"
@@ -34,6 +35,7 @@ def train_command(
     config = load_config(path, {"faults.inject": inject, "run.seed": seed, "train.steps": steps})
     if config.train is None:
         raise ConfigError(f"{path} has no [train] section")
+    load_task(config.train.task, path.absolute().parent)  # a wrong name should be said before a run is made
     directory = (run_dir or _free_directory(path.stem)).absolute()
     if (directory / "run.json").exists():
         raise RunError(
@@ -51,7 +53,13 @@ def resume_command(directory: Path, *, plain: bool) -> int:
         config = Config.model_validate(job["config"])
         base, reference = Path(job["base"]), bool(job["reference"])
     except FileNotFoundError:
-        raise RunError(f"{directory} is not the directory of a training job", next_step="check the path") from None
+        if (directory / "run.json").exists():
+            raise RunError(
+                f"{directory} was made by a program of yours, not by `belayer train`",
+                kept="the run, untouched",
+                next_step="start that program again: Run.open goes on from the journal",
+            ) from None
+        raise RunError(f"there is no run at {directory}", next_step="check the path") from None
     except (ValueError, KeyError) as error:
         raise RunError(f"{directory / JOB_FILE} is damaged: {error}", kept="the journal beside it") from None
     return _job(config, base, directory, reference=reference, plain=plain)
@@ -86,7 +94,11 @@ def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain:
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print(f"\nstopped; everything is cleaned up. `belayer resume {directory}` goes on from here.")
         return 130
-    except BelayerError:
+    except BelayerError as error:
+        if isinstance(error, ConfigError) and not (directory / "journal").exists():
+            # resuming would use the configuration that was saved, with the mistake in it
+            console.print(f"\nnothing has run; correct the configuration and start anew (and delete {directory})")
+            raise
         console.print(f"\n`belayer resume {directory}` goes on from here once the cause is repaired.")
         raise
     write_timeline(directory)
