@@ -76,7 +76,7 @@ _MAKE_FILES = f"""
 import os
 for number in range({FILES}):
     if number % 200 == 0:
-        folder = f"/work/tree/{{number // 200}}"
+        folder = f"/data/tree/{{number // 200}}"
         os.makedirs(folder)
     with open(f"{{folder}}/{{number}}", "wb") as file:
         file.write(number.to_bytes(4, "little") * 512)
@@ -103,15 +103,15 @@ class Workload:
 
     name: str
     setup: list[Action]
-    digest: str = "cat /work/* 2>/dev/null"
+    digest: str = "cat /data/* 2>/dev/null"
     has_memory: bool = False
     has_server: bool = False
 
 
 _SHELL = [
-    Action("mkdir -p /work && echo begun > /work/log", files_only=True),
-    Action("cd /work && export MODE=bench && words='two words' && list=(1 2 3)"),
-    Action('step() { turn=$1; echo "$words $1" >> /work/log; }'),
+    Action("mkdir -p /data && echo begun > /data/log", files_only=True),
+    Action("cd /data && export MODE=bench && words='two words' && list=(1 2 3)"),
+    Action('step() { turn=$1; echo "$words $1" >> /data/log; }'),
     Action("(while sleep 0.2; do :; done) & job=$!"),
 ]
 _IDLE = Workload("idle shell", _SHELL)
@@ -119,9 +119,9 @@ _HEAP = Workload(
     "process with 100 MB",
     [
         *_SHELL,
-        Action(f"cat > /work/memory.py <<'END'\n{_MEMORY}\nEND", files_only=True),
+        Action(f"cat > /data/memory.py <<'END'\n{_MEMORY}\nEND", files_only=True),
         Action(
-            "rm -f /tmp/memory-ready; python3 /work/memory.py & memory=$!;"
+            "rm -f /tmp/memory-ready; python3 /data/memory.py & memory=$!;"
             " until test -e /tmp/memory-ready; do sleep 0.02; done"
         ),
     ],
@@ -131,15 +131,15 @@ _HTTP = Workload(
     "HTTP server",
     [
         *_SHELL,
-        Action(f"cat > /work/server.py <<'END'\n{_SERVER}\nEND", files_only=True),
-        Action(f"python3 /work/server.py & server=$!; until ({_ASK}) >/dev/null 2>&1; do sleep 0.02; done"),
+        Action(f"cat > /data/server.py <<'END'\n{_SERVER}\nEND", files_only=True),
+        Action(f"python3 /data/server.py & server=$!; until ({_ASK}) >/dev/null 2>&1; do sleep 0.02; done"),
     ],
     has_server=True,
 )
 _TREE = Workload(
     "20,000 changed files",
     [*_SHELL, Action(f"python3 - <<'END'\n{_MAKE_FILES}\nEND", files_only=True)],
-    digest="cat /work/log; find /work/tree -type f | wc -l; cat /work/tree/*/* | sha256sum",
+    digest="cat /data/log; find /data/tree -type f | wc -l; cat /data/tree/*/* | sha256sum",
 )
 _GIT = Workload(
     "git edit and test",
@@ -150,17 +150,17 @@ _GIT = Workload(
             " GIT_AUTHOR_DATE=2026-01-01T00:00:00Z GIT_COMMITTER_DATE=2026-01-01T00:00:00Z"
         ),
         Action(
-            f"git init -q -b main /work/repo && cat > /work/repo/test_calculator.py <<'END'\n{_TEST}\nEND",
+            f"git init -q -b main /data/repo && cat > /data/repo/test_calculator.py <<'END'\n{_TEST}\nEND",
             files_only=True,
         ),
-        Action("printf 'def add(a, b):\\n    return a - b\\n' > /work/repo/calculator.py", files_only=True),
-        Action("(cd /work/repo && git add . && git commit -qm first)", files_only=True),
-        Action("! (cd /work/repo && python3 -B -m unittest -q) >/work/before 2>/dev/null", files_only=True),
-        Action("sed -i 's/a - b/a + b/' /work/repo/calculator.py", files_only=True),
-        Action("(cd /work/repo && python3 -B -m unittest -q) >/work/after 2>/dev/null", files_only=True),
-        Action("(cd /work/repo && git commit -qam second)", files_only=True),
+        Action("printf 'def add(a, b):\\n    return a - b\\n' > /data/repo/calculator.py", files_only=True),
+        Action("(cd /data/repo && git add . && git commit -qm first)", files_only=True),
+        Action("! (cd /data/repo && python3 -B -m unittest -q) >/data/before 2>/dev/null", files_only=True),
+        Action("sed -i 's/a - b/a + b/' /data/repo/calculator.py", files_only=True),
+        Action("(cd /data/repo && python3 -B -m unittest -q) >/data/after 2>/dev/null", files_only=True),
+        Action("(cd /data/repo && git commit -qam second)", files_only=True),
     ],
-    digest="cat /work/log /work/repo/calculator.py; cd /work/repo && git log --format='%H %s' && git status --short",
+    digest="cat /data/log /data/repo/calculator.py; cd /data/repo && git log --format='%H %s' && git status --short",
 )
 WORKLOADS = {True: [_IDLE, _HEAP, _HTTP], False: [_IDLE, _HEAP, _HTTP, _TREE, _GIT]}
 
@@ -224,7 +224,7 @@ class _Cell:
             state = await self._look(box, sample)
             manifest = await box.checkpoint(action=sample)
             self.checkpoints.append(manifest)
-            await _perform(box, [Action("step lost; echo lost > /work/lost; cd /; unset MODE; kill $job")])
+            await _perform(box, [Action("step lost; echo lost > /data/lost; cd /; unset MODE; kill $job")])
             box = await self._kill_and_restore(box, manifest)
             await self._check(box, state)
             await self._baselines(manifest, state)
@@ -266,9 +266,9 @@ class _Cell:
         """Compare with the state at the checkpoint, part by part."""
         self.checks["restores_checked"] += 1
         files = await box.exec(self.workload.digest, timeout_s=READY_S)
-        self.checks["files_changed"] += files.stdout.decode() != state.files or await box.exists("/work/lost")
+        self.checks["files_changed"] += files.stdout.decode() != state.files or await box.exists("/data/lost")
         shell = await box.shell('echo "$PWD|$MODE|$words|${list[*]}|$turn|$(type -t step)"')
-        wanted = f"/work|bench|two words|1 2 3|{state.turn}|function"
+        wanted = f"/data|bench|two words|1 2 3|{state.turn}|function"
         self.checks["shell_changed"] += shell.stdout.decode().strip() != wanted
         job = await box.shell("kill -0 $job && jobs -r")
         self.checks["jobs_lost"] += b"Running" not in job.stdout
@@ -301,7 +301,7 @@ class _Cell:
         shell = _must(
             await box.shell('echo "$PWD|$MODE|$words|${list[*]}|$turn|$(type -t step)"'), "a baseline's shell"
         )
-        same = files == state.files and shell.strip() == f"/work|bench|two words|1 2 3|{state.turn}|function"
+        same = files == state.files and shell.strip() == f"/data|bench|two words|1 2 3|{state.turn}|function"
         if self.workload.has_memory:
             same = same and await _memory(box) == state.memory
         self.checks["baseline_differs"] += not same

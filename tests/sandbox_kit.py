@@ -140,13 +140,13 @@ class State:
     async def prepare(cls, sandbox: Sandbox, size: int = 8 << 20) -> State:
         await sandbox.write("/srv/server.py", SERVER.format(size=size).encode())
         await shell(
-            sandbox, "mkdir -p '/work/a b' && cd '/work/a b' && export EXPORTED=e; plain='two words'; list=(1 2 3)"
+            sandbox, "mkdir -p '/data/a b' && cd '/data/a b' && export EXPORTED=e; plain='two words'; list=(1 2 3)"
         )
         await shell(sandbox, "greet() { echo \"hello $1 from $PWD\"; }; alias ll='ls -l'; umask 027; set -o noclobber")
         # a job that counts in memory, so that its going on can be told from its being started again
         await shell(sandbox, "(n=0; while sleep 0.05; do n=$((n+1)); echo $n >> /tmp/count; done) & job=$!")
         await shell(sandbox, "python3 /srv/server.py & server=$!")
-        await sandbox.write("/work/turn", b"0")
+        await sandbox.write("/data/turn", b"0")
 
         async def up() -> bool:
             return (await sandbox.exec(ASK)).exit_code == 0
@@ -161,7 +161,7 @@ class State:
         self.turn += 1
         await shell(
             sandbox,
-            f"echo {self.turn} >| /work/turn; counter=$((counter+1)); echo {self.turn} > /work/file-{self.turn}",
+            f"echo {self.turn} >| /data/turn; counter=$((counter+1)); echo {self.turn} > /data/file-{self.turn}",
         )
 
     def copy(self) -> State:
@@ -169,15 +169,15 @@ class State:
 
     async def check(self, sandbox: Sandbox) -> None:
         """Every part is as it was when this `State` described the sandbox."""
-        assert await sandbox.read("/work/turn") == str(self.turn).encode() + (b"\n" if self.turn else b"")
-        assert await sandbox.exists(f"/work/file-{self.turn}") == bool(self.turn)
-        assert not await sandbox.exists(f"/work/file-{self.turn + 1}")
+        assert await sandbox.read("/data/turn") == str(self.turn).encode() + (b"\n" if self.turn else b"")
+        assert await sandbox.exists(f"/data/file-{self.turn}") == bool(self.turn)
+        assert not await sandbox.exists(f"/data/file-{self.turn + 1}")
         said = await shell(
             sandbox, 'echo "$PWD|$EXPORTED|$plain|${list[*]}|$(greet you)|${counter:-0}|$(umask)|$job|$-"'
         )
         pwd, exported, plain, items, greeting, counter, umask, job, options = said.strip().split("|")
-        assert (pwd, exported, plain, items) == ("/work/a b", "e", "two words", "1 2 3")
-        assert greeting == "hello you from /work/a b"
+        assert (pwd, exported, plain, items) == ("/data/a b", "e", "two words", "1 2 3")
+        assert greeting == "hello you from /data/a b"
         assert (counter, umask, job) == (str(self.turn), "0027", self.job)
         assert "C" in options, "noclobber is off"
         assert "ls -l" in await shell(sandbox, "alias ll")

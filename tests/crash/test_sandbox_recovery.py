@@ -31,7 +31,7 @@ def test_kill_and_damage_are_seen_and_repaired(tmp_path):
             assert manifest.image_bytes > 8 << 20 and 0 < manifest.timings.frozen_s <= manifest.timings.total_s
             await state.check(box)  # the checkpoint disturbed nothing
             await state.advance(box)
-            await run(box, "rm -rf /srv /work/a*; echo later > /etc/later")
+            await run(box, "rm -rf /srv /data/a*; echo later > /etc/later")
 
             # killed from outside
             kill_init(box)
@@ -206,11 +206,11 @@ def test_forks_go_their_own_ways(tmp_path):
             assert len({fork.name for fork in forks} | {box.name}) == 4
             for number, fork in enumerate(forks):
                 await state.copy().check(fork)
-                await shell(fork, f"echo {number} >| /work/mine; x={number}")
+                await shell(fork, f"echo {number} >| /data/mine; x={number}")
             await state.copy().check(box)
-            assert not await box.exists("/work/mine")
+            assert not await box.exists("/data/mine")
             for number, fork in enumerate(forks):
-                assert await shell(fork, "cat /work/mine; echo $x") == f"{number}\n{number}\n"
+                assert await shell(fork, "cat /data/mine; echo $x") == f"{number}\n{number}\n"
             kill_init(forks[0])
             assert (await forks[1].exec("true")).ok and (await box.exec("true")).ok
 
