@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from belayer.errors import RunError, RunInUse, RunVersionMismatch, StorageFull
+from belayer.files import write_atomically
 
 FORMAT = 1
 
@@ -102,13 +103,3 @@ def _explain(path: Path, error: OSError) -> RunError | StorageFull:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageFull(f"no room for the run directory {path}", next_step="make room or choose another disk")
     return RunError(f"{path} cannot be opened: {error.strerror}")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old content or the new, never a part; survives a crash of the host."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

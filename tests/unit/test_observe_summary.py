@@ -149,7 +149,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("belayer.observe._values.os.fsync", full)
+    monkeypatch.setattr("belayer.files.os.fsync", full)
     with pytest.raises(StorageFull, match="no room"):
         Summary().write(path)
     assert path.read_bytes() == before

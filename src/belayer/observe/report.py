@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
+from belayer.files import write_atomically
 from belayer.observe._figures import groups_of, phase_names, phases_figure, reward_figure, timeline_figure
 from belayer.observe._figures_rollouts import checkpoints_figure, lanes_figure
 from belayer.observe._history import History, history_of
 from belayer.observe._markup import Markup, tag
 from belayer.observe._style import CSS
-from belayer.observe._values import count, duration, phase_label, quantile, write_atomic
+from belayer.observe._values import count, duration, phase_label, quantile
 from belayer.observe.metrics import scan_metrics
 from belayer.observe.summary import Recovery, RunSummary, Summary, read_summary
 
@@ -44,7 +45,7 @@ def write_report(run_dir: Path, reference: Path | None = None) -> Path:
         except OSError as error:
             why = f"the reference run {reference} cannot be read ({error.strerror or error})."
     path = run_dir / "report.html"
-    write_atomic(path, _page(run, other, why).encode("utf-8", "replace"))
+    write_atomically(path, _page(run, other, why).encode("utf-8", "replace"))
     return path
 
 

@@ -16,8 +16,9 @@ import msgspec
 
 from belayer import events as ev
 from belayer.events import Event
+from belayer.files import write_atomically
 from belayer.observe._clock import RunClock
-from belayer.observe._values import mean, number, seconds_of, text, whole, write_atomic
+from belayer.observe._values import mean, number, seconds_of, text, whole
 from belayer.observe.metrics import scan_metrics
 
 _SMOOTH_STEPS = 3
@@ -202,7 +203,7 @@ class Summary:
     def write(self, path: Path) -> RunSummary:
         """Write `summary.json` in one step and return what was written. Raises `StorageFull`, `OSError`."""
         run = self.result()
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(run), indent=2) + b"\n")
         return run
 
     def _run_started(self, event: Event) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from belayer.files import write_atomically
 from belayer.observe._history import History, State, history_of
-from belayer.observe._values import write_atomic
 from belayer.observe.metrics import scan_metrics
 
 _TRAINING, _ENGINE, _RECOVERY, _ROLLOUTS, _CHECKPOINTS = range(1, 6)
@@ -55,7 +55,7 @@ def write_timeline(run_dir: Path) -> Path:
     run = history_of(scan_metrics(run_dir / "metrics.jsonl").events)
     path = run_dir / "trace.json"
     content = {"displayTimeUnit": "ms", "traceEvents": trace_events(run)}
-    write_atomic(path, msgspec.json.encode(content))
+    write_atomically(path, msgspec.json.encode(content))
     return path
 
 

