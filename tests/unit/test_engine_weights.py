@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from belayer.engine.layout import Layout, Slice, align, digest, first_unfilled
-from belayer.engine.owner import EpochTable
+from belayer.engine.owner.table import EpochTable
+from belayer.engine.weights.layout import Layout, Slice, align, digest, first_unfilled
 
 pytestmark = pytest.mark.unit
 

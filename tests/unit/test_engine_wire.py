@@ -19,9 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from belayer.engine import Sampling
-from belayer.engine._hang import HangDetector
-from belayer.engine._host import PAGE, Region, forget_content, memfd
-from belayer.engine._progress import Phase, Progress
 from belayer.engine._recovery_clock import RecoveryClock
 from belayer.engine._wire import (
     Abort,
@@ -37,6 +34,9 @@ from belayer.engine._wire import (
     receive_with_fds,
     send_with_fds,
 )
+from belayer.engine.memory.host import PAGE, Region, forget_content, memfd
+from belayer.engine.workers.hang import HangDetector
+from belayer.engine.workers.progress import Phase, Progress
 
 pytestmark = pytest.mark.unit
 
@@ -117,7 +117,7 @@ def test_a_region_changes_its_backing_under_the_same_address() -> None:
 
 def test_weights_cannot_be_written_by_a_worker() -> None:
     program = (
-        "from belayer.engine._host import *\n"
+        "from belayer.engine.memory.host import *\n"
         "region = Region(PAGE); region.place(memfd('belayer-test', PAGE), writable=False)\n"
         "print(region.view()[0], flush=True)\n"
         "region.view()[0] = 1\n"
@@ -129,7 +129,7 @@ def test_weights_cannot_be_written_by_a_worker() -> None:
 def test_the_owner_stays_small() -> None:
     """What kills workers (torch, vLLM, their threads) must not be in it."""
     heavy = ("torch", "vllm", "numpy", "asyncio")
-    program = f"import sys, belayer.engine.owner; print([m for m in {heavy} if m in sys.modules])"
+    program = f"import sys, belayer.engine.owner.server; print([m for m in {heavy} if m in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "[]\n"
 

@@ -11,12 +11,7 @@ from typing import Any
 from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
-from belayer.engine._epochs import Epochs
-from belayer.engine._host import may_lower_nice
 from belayer.engine._model_folder import ModelFacts
-from belayer.engine._nursery_link import NurseryLink
-from belayer.engine._owner_process import OwnerProcess
-from belayer.engine._process import environment
 from belayer.engine._recovery_clock import RecoveryClock
 from belayer.engine._wire import (
     Activate,
@@ -30,7 +25,12 @@ from belayer.engine._wire import (
     Switched,
     Tokens,
 )
-from belayer.engine._worker_link import WorkerLink
+from belayer.engine.memory.host import may_lower_nice
+from belayer.engine.owner.process import OwnerProcess
+from belayer.engine.weights.epochs import Epochs
+from belayer.engine.workers.child import environment
+from belayer.engine.workers.link import WorkerLink
+from belayer.engine.workers.nursery_link import NurseryLink
 from belayer.errors import EngineError, EngineUnavailable, OwnerLost, WeightsError
 from belayer.ownership import RunLabel
 
@@ -219,6 +219,7 @@ class Fleet:
         serving = self.supervisor.state in (sv.State.SERVING, sv.State.REBUILDING)
         return Spec(
             generation=generation,
+            backend=self._config.backend,
             model=str(self._model.path),
             dtype=self._config.dtype,
             max_model_len=self._config.max_model_len,
@@ -233,7 +234,7 @@ class Fleet:
 
     def _new_nursery(self) -> NurseryLink:
         self._nurseries += 1
-        nursery = NurseryLink(self._env, self._log_dir / f"nursery-{self._nurseries}.log")
+        nursery = NurseryLink(self._config.backend, self._env, self._log_dir / f"nursery-{self._nurseries}.log")
         nursery.child.on_exit(self._on_nursery_exit)
         return nursery
 

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from belayer.engine.layout import Layout
 from belayer.engine.request import Sampling
+from belayer.engine.weights.layout import Layout
 
 _HEADER = struct.Struct("<I")
 LARGEST_FRAME = 256 << 20
@@ -86,6 +86,7 @@ class Spec(msgspec.Struct):
     """Everything a worker process needs to know at its start."""
 
     generation: int
+    backend: str
     model: str
     dtype: str
     max_model_len: int
@@ -153,12 +154,22 @@ class Switched(msgspec.Struct, tag=True):
     epoch: Epoch
 
 
+class Chunk(msgspec.Struct, array_like=True):
+    """What one step added to one request. `start` is the position in the completion of the first token here."""
+
+    id: str
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+
+
 class Tokens(msgspec.Struct, tag=True):
-    """The outcome of one step: (request id, token ids, logprobs, finish reason) each, and the version that made it."""
+    """The outcome of one step, and the policy version whose weights made it."""
 
     generation: int
     policy_version: int
-    chunks: list[tuple[str, list[int], list[float], str | None]]
+    chunks: list[Chunk]
 
 
 class Refusal(msgspec.Struct, tag=True):

@@ -13,11 +13,11 @@ from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
 from belayer.engine._fleet import Fleet
-from belayer.engine._hang import HangDetector
 from belayer.engine._model_folder import ModelFacts, inspect
 from belayer.engine._wire import Abort, Epoch, Submit, Tokens, Work
-from belayer.engine._worker_link import WorkerLink
 from belayer.engine.request import GenerationRequest, TokenChunk, TokenSink, WeightsEpoch
+from belayer.engine.workers.hang import HangDetector
+from belayer.engine.workers.link import WorkerLink
 from belayer.errors import EngineError, EngineUnavailable, OwnerLost, RequestRefused, WeightsError
 from belayer.ownership import RunLabel
 
@@ -201,7 +201,8 @@ class Engine:
                 self._fleet.rebuilt(self._fleet.supervisor.serving)
 
     def _on_tokens(self, message: Tokens) -> None:
-        for key, token_ids, logprobs, reason in message.chunks:
+        for made in message.chunks:
+            key, token_ids, reason = made.id, made.token_ids, made.finish_reason
             flight = self._flights.get(key)
             if flight is None or flight.finished.done():
                 continue  # it was cancelled, and the worker had not heard of it yet
@@ -209,7 +210,7 @@ class Engine:
                 request_id=flight.request.id,
                 start=len(flight.done_ids),
                 token_ids=token_ids,
-                logprobs=logprobs,
+                logprobs=made.logprobs,
                 weights_version=message.policy_version,
                 finish_reason=reason,
             )

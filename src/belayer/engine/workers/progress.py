@@ -6,7 +6,7 @@ import enum
 import mmap
 import struct
 
-from belayer.engine._host import PAGE, memfd
+from belayer.engine.memory.host import PAGE, memfd
 
 _LAYOUT = struct.Struct("<QQ")  # step counter, phase
 

@@ -1,6 +1,6 @@
 """A rollout engine worker: the serving one and the shadow are the same program.
 
-It is forked from the nursery, which has the imports done already (`belayer.engine.nursery`).
+It is forked from the nursery, which has the imports done already (`belayer.engine.workers.nursery`).
 
 Start: model on the owner's weights, warm-up on scratch KV memory, `Ready`. Then it waits; that is a shadow.
 `Activate` makes it the serving worker: it checks that the epoch it looks at is the one asked for, maps the KV arena
@@ -23,9 +23,6 @@ import time
 import traceback
 from pathlib import Path
 
-from belayer.engine._host import Region, forget_content, set_nice
-from belayer.engine._owner_client import OwnerClient
-from belayer.engine._progress import Phase, Progress
 from belayer.engine._wire import (
     Abort,
     Activate,
@@ -44,7 +41,10 @@ from belayer.engine._wire import (
     pack,
     receive_with_fds,
 )
-from belayer.engine.layout import Layout, digest
+from belayer.engine.memory.host import Region, forget_content, set_nice
+from belayer.engine.owner.client import OwnerClient
+from belayer.engine.weights.layout import Layout, digest
+from belayer.engine.workers.progress import Phase, Progress
 from belayer.errors import WeightsError
 
 
@@ -64,13 +64,14 @@ class Worker:
 
     def start(self) -> None:
         """Everything slow but the imports."""
-        from belayer.engine import _vllm_weights, _vllm_worker
+        from belayer.engine import backends
+        from belayer.engine.backends.owned_weights import OwnedWeights
 
         _die_of_crashes()
-        weights = _vllm_weights.OwnedWeights(fill=self._spec.fill, batch_invariant=self._spec.batch_invariant)
+        weights = OwnedWeights(fill=self._spec.fill, batch_invariant=self._spec.batch_invariant)
         weights.attach = self._attach
         began = time.monotonic()
-        self._engine = _vllm_worker.VllmEngine(self._spec, weights)
+        self._engine = backends.make(self._spec, weights)
         self._phases["engine_s"] = time.monotonic() - began - self._phases.get("wait_s", 0.0)
         began = time.monotonic()
         self._engine.warm_up()

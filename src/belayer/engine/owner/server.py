@@ -1,6 +1,6 @@
 """The owner: a small process that holds the weights epochs and the KV arena, and nothing else.
 
-    python -m belayer.engine.owner SOCKET DRIVER_PID CONTROL_FD
+    python -m belayer.engine.owner.server SOCKET DRIVER_PID CONTROL_FD
 
 It imports neither torch nor an inference engine, runs no user code and touches no tensor, so what kills workers does
 not kill it. Memory lives as long as it holds the descriptors. It dies with the driver.
@@ -21,14 +21,12 @@ import socket
 import sys
 from pathlib import Path
 
-from belayer.engine._host import die_with_parent, memfd
 from belayer.engine._wire import (
     Arena,
     Attach,
     Begin,
     Commit,
     Define,
-    Epoch,
     Hello,
     OwnerState,
     Refused,
@@ -36,42 +34,8 @@ from belayer.engine._wire import (
     receive_with_fds,
     send_with_fds,
 )
-from belayer.engine.layout import Layout
-
-SLOTS = 2
-
-
-class EpochTable:
-    """Which epoch is clean, which is dirty, and in which slot each lies. Pure; no memory behind it."""
-
-    def __init__(self) -> None:
-        self.layout: Layout | None = None
-        self.clean: Epoch | None = None
-        self.dirty: Epoch | None = None
-        self._last = 0
-
-    def define(self, layout: Layout) -> None:
-        if self.layout is not None and self.layout.hash() != layout.hash():
-            raise ValueError("another layout is in use: the model or its dtype changed under a living owner")
-        self.layout = layout
-
-    def begin(self, after: int = 0) -> Epoch:
-        """A new dirty epoch in the free slot. An older dirty one, whose writer must be gone, is given up."""
-        if self.layout is None:
-            raise ValueError("no layout is defined yet")
-        self._last = max(self._last, after) + 1
-        slot = (self.clean.slot + 1) % SLOTS if self.clean else 0
-        self.dirty = Epoch(self._last, slot, clean=False)
-        return self.dirty
-
-    def commit(self, number: int, digest: str, policy_version: int) -> Epoch:
-        if self.dirty is None or self.dirty.number != number:
-            raise ValueError(f"epoch {number} is not the one being written")
-        if not digest:
-            raise ValueError("an epoch without a digest cannot be clean")
-        self.clean = Epoch(number, self.dirty.slot, clean=True, policy_version=policy_version, digest=digest)
-        self.dirty = None
-        return self.clean
+from belayer.engine.memory.host import die_with_parent, memfd
+from belayer.engine.owner.table import SLOTS, EpochTable
 
 
 class Owner:

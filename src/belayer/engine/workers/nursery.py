@@ -1,6 +1,6 @@
 """The nursery: a process that has imported everything a worker needs and forks workers on request.
 
-    python -m belayer.engine.nursery CONTROL_FD DRIVER_PID
+    python -m belayer.engine.workers.nursery CONTROL_FD DRIVER_PID BACKEND
 
 Importing torch and vLLM costs seconds of processor time; a fork of a process that has done it costs milliseconds and
 shares the memory. So worker and shadow start together for the price of one import, and the next shadow after a
@@ -21,7 +21,7 @@ import sys
 
 import msgspec
 
-from belayer.engine._host import die_with_parent
+from belayer.engine.memory.host import die_with_parent
 from belayer.errors import EngineError
 
 
@@ -99,10 +99,10 @@ def main(argv: list[str]) -> None:
     control_fd, driver = int(argv[0]), int(argv[1])
     die_with_parent(driver)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle; it closes us
-    # vLLM imports audio and video decoders for models that want them. Ours see token ids only, and a torchcodec built
-    # for another torch ends the import with an OSError that vLLM does not expect.
-    sys.modules.setdefault("torchcodec", None)  # pyright: ignore[reportArgumentType]
-    from belayer.engine import _vllm_worker, worker  # noqa: F401  (what this process is for)
+    from belayer.engine import backends
+    from belayer.engine.workers import worker
+
+    backends.preload(argv[2])  # what this process is for
 
     gc.collect()
     gc.freeze()  # children share these pages; a collection there would touch, and so copy, all of them

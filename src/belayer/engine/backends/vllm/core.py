@@ -19,11 +19,12 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from belayer.engine import _vllm_weights
-from belayer.engine._host import Region
-from belayer.engine._vllm_invariance import use_one_attention_tile
-from belayer.engine._vllm_sampling import OFFSET, SAMPLING, CounterSampling
-from belayer.engine._wire import Spec, Work
+from belayer.engine._wire import Chunk, Spec, Work
+from belayer.engine.backends.owned_weights import OwnedWeights
+from belayer.engine.backends.vllm import loader
+from belayer.engine.backends.vllm.invariance import use_one_attention_tile
+from belayer.engine.backends.vllm.sampling import OFFSET, SAMPLING, CounterSampling
+from belayer.engine.memory.host import Region
 from belayer.engine.request import Sampling
 from belayer.errors import EngineError
 
@@ -68,21 +69,21 @@ def _arena_context() -> Iterator[None]:
     _arena = mode.regions[0]
 
 
-class VllmEngine:
+class VllmBackend:
     """One model, one scheduler, one thread."""
 
-    def __init__(self, spec: Spec, weights: _vllm_weights.OwnedWeights) -> None:
-        _vllm_weights.use_plain_matmul()
+    def __init__(self, spec: Spec, weights: OwnedWeights) -> None:
+        loader.use_plain_matmul()
         if spec.batch_invariant:
             use_one_attention_tile()
-        _vllm_weights.use(weights)
+        loader.use(weights)
         arguments = EngineArgs(
             model=spec.model,
             dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
             max_model_len=spec.max_model_len,
             max_num_seqs=spec.max_num_seqs,
             kv_cache_memory_bytes=spec.kv_bytes,
-            load_format=_vllm_weights.LOAD_FORMAT,
+            load_format=loader.LOAD_FORMAT,
             worker_cls=f"{OwnedWorker.__module__}.{OwnedWorker.__name__}",
             logits_processors=[CounterSampling],
             distributed_executor_backend="uni",
@@ -97,6 +98,7 @@ class VllmEngine:
         if _arena is None:
             raise EngineError("vLLM made no KV allocation that could be found: version mismatch")
         self.arena = _arena
+        self._made: dict[str, int] = {}  # tokens of each request's completion so far
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_num_seqs = spec.max_num_seqs
         self._max_model_len = spec.max_model_len
@@ -126,9 +128,12 @@ class VllmEngine:
             cache_salt=None,
             data_parallel_rank=None,
         )
+        self._made[work.id] = done
         self._core.add_request(*self._core.preprocess_add_request(request))
 
     def abort(self, ids: list[str]) -> None:
+        for key in ids:
+            self._made.pop(key, None)
         self._core.abort_requests(ids)
 
     @property
@@ -143,11 +148,10 @@ class VllmEngine:
             request.num_computed_tokens + 1 < request.num_tokens for request in scheduler.running
         )
 
-    def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
-        """One forward pass: (request id, new tokens, their logprobs, finish reason) of every request that advanced."""
+    def step(self) -> list[Chunk]:
         outputs, executed = self._core.step()
         self._core.post_step(executed)
-        chunks = []
+        chunks: list[Chunk] = []
         for batch in outputs.values():
             for output in batch.outputs:
                 reason = None
@@ -159,7 +163,12 @@ class VllmEngine:
                 if output.new_logprobs is not None:
                     # column 0 is the sampled token
                     logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-                chunks.append((output.request_id, list(output.new_token_ids), logprobs, reason))
+                key, ids = output.request_id, list(output.new_token_ids)
+                chunks.append(Chunk(key, self._made[key], ids, logprobs, reason))
+                if reason is None:
+                    self._made[key] += len(ids)
+                else:
+                    del self._made[key]
         return chunks
 
     def forget_prefixes(self) -> None:
@@ -182,3 +191,7 @@ class VllmEngine:
             while self.busy:
                 self.step()
         self.forget_prefixes()
+
+
+def build(spec: Spec, weights: OwnedWeights) -> VllmBackend:
+    return VllmBackend(spec, weights)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from belayer.engine._process import Child
-from belayer.engine.nursery import FORK, Exited, Forked, FromNursery
+from belayer.engine.workers.child import Child
+from belayer.engine.workers.nursery import FORK, Exited, Forked, FromNursery
 
 EXIT_CODE_WAIT_MS = 5
 
@@ -19,13 +19,17 @@ EXIT_CODE_WAIT_MS = 5
 class NurseryLink:
     """A running nursery. `fork` raises `OSError` when it is dead."""
 
-    def __init__(self, env: dict[str, str], log: Path) -> None:
+    def __init__(self, backend: str, env: dict[str, str], log: Path) -> None:
         # one message, one datagram: no frame is ever cut
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         with theirs:
             self.child = Child.spawn(
-                "belayer.engine.nursery", [str(theirs.fileno()), str(os.getpid())], [theirs.fileno()], env, log
+                "belayer.engine.workers.nursery",
+                [str(theirs.fileno()), str(os.getpid()), backend],
+                [theirs.fileno()],
+                env,
+                log,
             )
         self._codes: dict[int, int] = {}
         self._forked: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()

@@ -7,9 +7,9 @@ import os
 import socket
 from pathlib import Path
 
-from belayer.engine._owner_client import OwnerClient
-from belayer.engine._process import Child
 from belayer.engine._wire import Epoch
+from belayer.engine.owner.client import OwnerClient
+from belayer.engine.workers.child import Child
 from belayer.errors import OwnerLost, WeightsError
 from belayer.ownership import RunLabel
 
@@ -22,7 +22,7 @@ class OwnerProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self.child = Child.spawn(
-                "belayer.engine.owner",
+                "belayer.engine.owner.server",
                 [str(self.path), str(os.getpid()), str(theirs.fileno())],
                 [theirs.fileno()],
                 env,

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from belayer.engine._host import Region
-from belayer.engine._owner_client import OwnerClient
 from belayer.engine._wire import Epoch
-from belayer.engine.layout import Layout, digest
+from belayer.engine.memory.host import Region
+from belayer.engine.owner.client import OwnerClient
+from belayer.engine.weights.layout import Layout, digest
 from belayer.errors import WeightsError
 
 if TYPE_CHECKING:

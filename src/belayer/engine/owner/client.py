@@ -22,7 +22,7 @@ from belayer.engine._wire import (
     receive_with_fds,
     send_with_fds,
 )
-from belayer.engine.layout import Layout
+from belayer.engine.weights.layout import Layout
 from belayer.errors import OwnerLost, WeightsError
 
 

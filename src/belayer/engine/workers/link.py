@@ -8,10 +8,10 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from belayer.engine._nursery_link import NurseryLink
-from belayer.engine._process import Child
-from belayer.engine._progress import Progress
 from belayer.engine._wire import Epoch, FromWorker, Spec, Tokens, ToWorker, Unpacker, pack
+from belayer.engine.workers.child import Child
+from belayer.engine.workers.nursery_link import NurseryLink
+from belayer.engine.workers.progress import Progress
 
 
 class WorkerLink:
@@ -90,7 +90,7 @@ class WorkerLink:
         for message in self._in.feed(data):
             if self.fenced:
                 if isinstance(message, Tokens):
-                    self._stale += sum(len(ids) for _, ids, _, _ in message.chunks)
+                    self._stale += sum(len(chunk.token_ids) for chunk in message.chunks)
             elif self.on_message is not None:
                 self.on_message(message)
 

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from belayer.engine._progress import Phase
-from belayer.engine._worker_link import WorkerLink
+from belayer.engine.workers.link import WorkerLink
+from belayer.engine.workers.progress import Phase
 
 
 class HangDetector:

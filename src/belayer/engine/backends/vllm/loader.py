@@ -1,0 +1,60 @@
+"""vLLM's model loader on the owner's weights (`belayer.engine.backends.owned_weights`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from belayer.engine.backends.owned_weights import OwnedWeights
+from belayer.engine.backends.vllm.invariance import linear_for_any_batch
+from belayer.errors import WeightsError
+
+LOAD_FORMAT = "belayer"
+
+_current: OwnedWeights | None = None
+
+
+def use(weights: OwnedWeights) -> None:
+    """Name the `OwnedWeights` that the next model of this process is built on."""
+    global _current
+    _current = weights
+
+
+@register_model_loader(LOAD_FORMAT)
+class OwnerLoader(BaseModelLoader):
+    """vLLM's hook: builds the model and hands it to `OwnedWeights`."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing to fetch: models are folders."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        raise WeightsError("weights change through the owner, never in place")
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        assert _current is not None
+        disk = DefaultModelLoader(dataclasses.replace(self.load_config, load_format="auto"))
+        with set_default_torch_dtype(model_config.dtype), torch.device("cpu"):
+            model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            _current.take(model, lambda: disk.get_all_weights(model_config, model))
+            process_weights_after_loading(model, model_config, torch.device("cpu"))
+        if _current.batch_invariant:
+            for module in model.modules():
+                if hasattr(module, "cpu_linear"):
+                    module.cpu_linear = linear_for_any_batch  # pyright: ignore[reportArgumentType]
+        return model.eval()
+
+
+def use_plain_matmul() -> None:
+    """Keep vLLM from packing private copies of the weights, which no update of the owner's memory would reach."""
+    import vllm._custom_ops as operators
+    import vllm.model_executor.layers.utils as layers
+
+    operators._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda *_: False

@@ -1,0 +1,1 @@
+"""Memory that one process holds and others map."""
