@@ -22,6 +22,7 @@ from belayer.engine import Sampling
 from belayer.engine._recovery_clock import RecoveryClock
 from belayer.engine._wire import (
     Abort,
+    Chunk,
     FromWorker,
     Hello,
     Submit,
@@ -46,8 +47,13 @@ tokens = st.builds(
     generation=st.integers(0, 9),
     policy_version=st.integers(-1, 9),
     chunks=st.lists(
-        st.tuples(
-            st.text(max_size=5), ids, st.lists(st.floats(allow_nan=False), max_size=5), st.sampled_from(["stop", None])
+        st.builds(
+            Chunk,
+            id=st.text(max_size=5),
+            start=st.integers(0, 9),
+            token_ids=ids,
+            logprobs=st.lists(st.floats(allow_nan=False), max_size=5),
+            finish_reason=st.sampled_from(["stop", None]),
         ),
         max_size=3,
     ),
