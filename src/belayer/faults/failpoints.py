@@ -1,0 +1,146 @@
+"""Named places in the code at which a campaign or a test can make something go wrong, exactly there.
+
+    hit("engine.update.before_commit")      in the code: costs one truth test while nothing is armed
+    arm("engine.update.after_shard", f, skip=2)   in this process: calls `f` at the third passage
+    BELAYER_FAILPOINTS="engine.update.begin=kill engine.update.after_shard+2=stop"   in a process that will be started
+
+A point fires once and is then disarmed: what a recovery does at the same place is not hit again unless it is armed
+again. Points are armed and fire in any thread. Every name is listed in `NAMES`; another one is refused when it is
+armed, and when it is hit while something is armed, so a point that was renamed cannot silently test nothing.
+
+The idea is that of FreeBSD's fail(9).
+"""
+
+# The owner and the workers import this module too: nothing from outside the standard library, nothing of ours.
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+ENV_VAR = "BELAYER_FAILPOINTS"
+
+NAMES = {
+    "engine.update.begin": "driver: the owner has begun a dirty epoch, nothing is written yet",
+    "engine.update.after_shard": "driver: one tensor of the new epoch is written (use `skip` for a later one)",
+    "engine.update.before_commit": "driver: everything is written, the epoch is still dirty",
+    "engine.update.after_commit": "driver: the owner has committed, no worker knows yet",
+    "engine.update.between_switches": "driver: the worker has switched (or was told to), the shadow has not",
+    "engine.update.switched": "driver: worker and shadow use the new epoch, the caller has not been told",
+}
+
+Action = Callable[[], None]
+
+
+class FailpointError(Exception):
+    """What the action `raise` raises: an error of a kind that no code expects."""
+
+
+class _Armed:
+    def __init__(self, action: Action, skip: int) -> None:
+        self.action = action
+        self.skip = skip
+
+
+_lock = threading.Lock()
+_armed: dict[str, _Armed] = {}  # empty nearly always, and `hit` looks at nothing else
+_fired: list[str] = []
+
+
+def hit(name: str) -> None:
+    """The code has come to the point `name`; whatever is armed there happens now."""
+    if _armed:
+        _strike(name)
+
+
+def _strike(name: str) -> None:
+    _check(name)
+    with _lock:
+        armed = _armed.get(name)
+        if armed is None:
+            return
+        if armed.skip > 0:
+            armed.skip -= 1
+            return
+        del _armed[name]
+        _fired.append(name)
+    armed.action()
+
+
+def arm(name: str, action: Action | str, *, skip: int = 0) -> None:
+    """Have `action` happen once at `name`, after it was passed `skip` times.
+
+    A callable is called in the thread that comes by, and what it raises is raised there. A string is one of `kill`,
+    `segv`, `abort`, `stop` (that signal to this process), `raise` (a `FailpointError`), `sleep:SECONDS`.
+    Raises `ValueError` for an unknown name or action.
+    """
+    _check(name)
+    with _lock:
+        _armed[name] = _Armed(_action(action) if isinstance(action, str) else action, skip)
+
+
+def disarm(name: str) -> bool:
+    """Take back what `arm` did. False: it has fired already, or was never armed."""
+    with _lock:
+        return _armed.pop(name, None) is not None
+
+
+@contextlib.contextmanager
+def armed(name: str, action: Action | str, *, skip: int = 0) -> Iterator[None]:
+    """`arm` for the length of a block."""
+    arm(name, action, skip=skip)
+    try:
+        yield
+    finally:
+        disarm(name)
+
+
+def take_fired() -> list[str]:
+    """Names of the points that fired since the last call, in their order."""
+    with _lock:
+        fired, _fired[:] = list(_fired), []
+    return fired
+
+
+def arm_from_environment(text: str | None = None) -> None:
+    """Arm what `$BELAYER_FAILPOINTS` asks for: `name[+skip]=action`, separated by spaces. Called at import.
+
+    Raises `ValueError` for anything it does not understand: a process that was to fail shall not pass.
+    """
+    for entry in (os.environ.get(ENV_VAR, "") if text is None else text).split():
+        place, equals, action = entry.partition("=")
+        name, _plus, skip = place.partition("+")
+        if not equals or not (skip or "0").isdigit():
+            raise ValueError(f"{ENV_VAR}: {entry!r} is not name[+skip]=action")
+        arm(name, action, skip=int(skip or 0))
+
+
+def _check(name: str) -> None:
+    if name not in NAMES:
+        raise ValueError(f"no failpoint is called {name}; known: {', '.join(NAMES)}")
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
+
+
+def _action(text: str) -> Action:
+    if text in _SIGNALS:
+        return lambda: os.kill(os.getpid(), _SIGNALS[text])
+    if text == "raise":
+        return _raise
+    kind, _colon, seconds = text.partition(":")
+    if kind == "sleep":
+        duration = float(seconds)
+        return lambda: time.sleep(duration)
+    raise ValueError(f"unknown failpoint action {text!r}")
+
+
+def _raise() -> None:
+    raise FailpointError("an armed failpoint")
+
+
+arm_from_environment()
