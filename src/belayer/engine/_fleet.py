@@ -196,6 +196,7 @@ class Fleet:
         self.links[generation] = link
         link.on_message = lambda message: self._on_message(link, message)
         self.tell(sv.Started(generation))
+        link.on_death = lambda: self._on_death(link)
         link.child.on_exit(lambda how: self._on_exit(link, how))
         self._emit_process(link, "starting")
 
@@ -266,7 +267,7 @@ class Fleet:
 
     async def _fence(self, generation: int) -> None:
         link = self.links[generation]
-        stale = await link.fence(FENCE_TIMEOUT_S)
+        stale = await link.fence(FENCE_TIMEOUT_S, apart=True)
         if stale is None:
             self._lose(
                 EngineUnavailable(
@@ -280,9 +281,13 @@ class Fleet:
             self.stale_tokens += stale
             data = {"generation": generation, "count": stale}
             self._events(ev.Event(kind=ev.STALE_DROPPED, subject="worker", data=data))
-        self.links.pop(generation, None)
         self.clock.mark("fence_s")
         self.tell(sv.Fenced(generation))
+        if not await link.reaped(FENCE_TIMEOUT_S):
+            text = f"worker {generation} (process {link.child.pid}) is fenced, but its memory is not free yet"
+            self.report_fault("worker.unreaped", "pidfd", text, False)
+        await link.reaped(self._config.start_timeout_s)
+        self.links.pop(generation, None)
 
     async def _check_owner(self) -> None:
         reason = await self.owner.unfit(self.clean, self.writing, HEALTH_TIMEOUT_S)
@@ -334,8 +339,7 @@ class Fleet:
                 if generation == self.supervisor.serving:
                     self.on_tokens(message)
             case Ready(generation, _hash, epoch, phases):
-                link.epoch = epoch
-                link.ready = True
+                link.became_ready(epoch)
                 self._emit_process(link, "ready", phases)
                 self._run(self._on_ready(link))
             case Activated(generation, epoch, phases):
@@ -371,8 +375,21 @@ class Fleet:
         if link.ready and self.clean is not None and link.epoch != self.clean:
             link.send(Switch(self.clean, str(self.owner.path)))
 
-    def _on_exit(self, link: WorkerLink, how: str) -> None:
+    def _on_death(self, link: WorkerLink) -> None:
+        """A worker or shadow that was ready can do nothing more. How it ended is known once it is reaped."""
         if self._closing or link.fenced:
+            return
+        text = f"worker {link.generation} ended"
+        if "Traceback" in (tail := link.child.log_tail()) or "Fatal Python error" in tail:
+            text += f"\n{tail}"
+        self.report_fault(f"{link.role}.exit", "lifeline", text, link.generation == self.supervisor.serving)
+        self.tell(sv.Died(link.generation, text))
+
+    def _on_exit(self, link: WorkerLink, how: str) -> None:
+        if self._closing:
+            return
+        if link.fenced:
+            self._emit_process(link, how)
             return
         generation = link.generation
         serving = generation == self.supervisor.serving

@@ -60,9 +60,10 @@ class Attach(msgspec.Struct, tag=True):
 
 
 class Arena(msgspec.Struct, tag=True):
-    """Ask for the KV arena of `nbytes`, allocated at the first request."""
+    """Ask for the KV arena of `nbytes`, allocated at the first request; `fresh`: for one that nobody else has mapped."""
 
     nbytes: int
+    fresh: bool = False
 
 
 class OwnerState(msgspec.Struct, tag=True):

@@ -64,9 +64,9 @@ class OwnerClient:
         """The owner's state and the descriptors of the weights slots, which the caller closes."""
         return self._call(Attach(when_clean), timeout_s)
 
-    def arena(self, nbytes: int) -> int:
-        """Descriptor of the KV arena, which the caller closes."""
-        return self._call(Arena(nbytes))[1][0]
+    def arena(self, nbytes: int, *, fresh: bool) -> int:
+        """Descriptor of the KV arena, which the caller closes; `fresh`: of one that nobody else has mapped."""
+        return self._call(Arena(nbytes, fresh))[1][0]
 
     def close(self) -> None:
         self._connection.close()

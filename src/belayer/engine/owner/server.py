@@ -92,8 +92,8 @@ class Owner:
                         self._waiting.append(connection)
                         return
                     fds = self._weights
-                case Arena(nbytes):
-                    fds = [self._arena_of(nbytes)]
+                case Arena(nbytes, fresh):
+                    fds = [self._arena_of(nbytes, fresh)]
         except (ValueError, OSError) as error:
             send_with_fds(connection, Refused(str(error)), [])
             return
@@ -108,7 +108,10 @@ class Owner:
     def _state(self) -> OwnerState:
         return OwnerState(self._boot_id, os.getpid(), self.table.layout, self.table.clean, self.table.dirty)
 
-    def _arena_of(self, nbytes: int) -> int:
+    def _arena_of(self, nbytes: int, fresh: bool) -> int:
+        if fresh and self._arena is not None:
+            os.close(self._arena[1])  # a worker that is being taken apart may hold its mapping a little longer
+            self._arena = None
         if self._arena is None:
             self._arena = (nbytes, memfd("belayer-kv-arena", nbytes))
         if self._arena[0] != nbytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from belayer.engine._wire import Epoch, FromWorker, Spec, Tokens, ToWorker, Unpacker, pack
 from belayer.engine.workers.child import Child
+from belayer.engine.workers.lifeline import Lifeline
 from belayer.engine.workers.nursery_link import NurseryLink
 from belayer.engine.workers.progress import Progress
 
@@ -24,7 +26,7 @@ class WorkerLink:
         page = Progress.create()
         try:
             child = await nursery.fork(theirs.fileno(), page, log)
-            return cls(spec(), child, ours, Progress(page))
+            return cls(spec(), child, ours, page)
         except BaseException:
             ours.close()
             raise
@@ -32,7 +34,7 @@ class WorkerLink:
             theirs.close()
             os.close(page)
 
-    def __init__(self, spec: Spec, child: Child, channel: socket.socket, progress: Progress) -> None:
+    def __init__(self, spec: Spec, child: Child, channel: socket.socket, page: int) -> None:
         """Not for callers: use `start`."""
         self.generation = spec.generation
         self.epoch: Epoch | None = None  # the one it looks at, as far as it has said
@@ -45,7 +47,10 @@ class WorkerLink:
         self._in: Unpacker[FromWorker] = Unpacker(FromWorker)
         self._loop = asyncio.get_running_loop()
         self.child = child
-        self.progress = progress
+        self.progress = Progress(page)
+        self.on_death: Callable[[], None] | None = None  # called as soon as it can send nothing more
+        self._lifeline = Lifeline(page, self._lifeline_broke)
+        self._dead = asyncio.Event()
         self._socket = channel
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._receive)
@@ -94,17 +99,46 @@ class WorkerLink:
             elif self.on_message is not None:
                 self.on_message(message)
 
-    async def fence(self, timeout_s: float) -> int | None:
-        """Kill the cohort and wait until it is reaped. Returns the number of tokens it had sent that nobody read.
+    def _lifeline_broke(self) -> None:
+        """In the lifeline's own thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who wants to know
+            self._loop.call_soon_threadsafe(self._died)
 
-        None: it could not be reaped in time and may still write.
+    def _died(self) -> None:
+        self._dead.set()
+        if self.on_death is not None and not self.fenced:
+            self.on_death()
+
+    def became_ready(self, epoch: Epoch) -> None:
+        """It said so: from now on its death is noticed at once, not only when the kernel has taken it apart."""
+        self.ready = True
+        self.epoch = epoch
+        self._lifeline.watch()
+
+    async def fence(self, timeout_s: float, *, apart: bool = False) -> int | None:
+        """Kill the cohort and wait until nothing it does counts. Returns the number of tokens sent that nobody read.
+
+        That is when it is reaped, or, if what it can write is `apart` from all that its successor uses, already when
+        its main thread is dead; `reaped` tells the rest. None: neither came in time, and it may still write.
         """
         self.fenced = True
         self.child.kill()
-        if not await self.child.gone(timeout_s):
+        signs = [asyncio.ensure_future(self.child.gone(timeout_s))]
+        if apart and self.ready:
+            signs.append(asyncio.ensure_future(self._dead.wait()))
+        try:
+            done, _ = await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for sign in signs[1:]:
+                sign.cancel()
+        if not any(sign.result() for sign in done):
             return None
         self._drain()
         return self._stale
+
+    async def reaped(self, timeout_s: float) -> bool:
+        """Wait until nothing is left of it, its memory included."""
+        return await self.child.gone(timeout_s)
 
     def _drain(self) -> None:
         if self._socket.fileno() < 0:
@@ -120,4 +154,5 @@ class WorkerLink:
                 break
             self._deliver(data)
         self._socket.close()
+        self._lifeline.close()
         self.progress.close()

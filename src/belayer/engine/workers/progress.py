@@ -1,4 +1,7 @@
-"""One shared page in which a worker says what it is doing, readable even when it is stopped or stuck."""
+"""One shared page in which a worker says what it is doing, readable even when it is stopped or stuck.
+
+The second half of the page is the worker's lifeline (`belayer.engine.workers.lifeline`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import mmap
 import struct
 
 from belayer.engine.memory.host import PAGE, memfd
+from belayer.engine.workers import lifeline
 
 _LAYOUT = struct.Struct("<QQ")  # step counter, phase
 
@@ -29,7 +33,9 @@ class Progress:
 
     @staticmethod
     def create() -> int:
-        return memfd("belayer-progress", PAGE)
+        fd = memfd("belayer-progress", PAGE)
+        lifeline.prepare(fd)
+        return fd
 
     def mark(self, phase: Phase) -> None:
         self._steps += 1

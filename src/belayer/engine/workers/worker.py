@@ -41,9 +41,10 @@ from belayer.engine._wire import (
     pack,
     receive_with_fds,
 )
-from belayer.engine.memory.host import Region, forget_content, set_nice
+from belayer.engine.memory.host import Region, set_nice
 from belayer.engine.owner.client import OwnerClient
 from belayer.engine.weights.layout import Layout, digest
+from belayer.engine.workers import lifeline
 from belayer.engine.workers.progress import Phase, Progress
 from belayer.errors import WeightsError
 
@@ -165,9 +166,8 @@ class Worker:
             self._use(epoch, owner_socket)
         phases["gate_s"] = time.monotonic() - began
         began = time.monotonic()
-        fd = self._owner.arena(self._engine.arena.nbytes)
-        # what a dead worker left in the arena is never read: the pages go back and come again as zeros
-        forget_content(fd)
+        # what a dead worker left in its arena is never read, and what it may still write never reaches anybody
+        fd = self._owner.arena(self._engine.arena.nbytes, fresh=True)
         self._engine.arena.place(fd, writable=True)
         os.close(fd)
         self._engine.forget_prefixes()
@@ -214,6 +214,7 @@ def _die_of_crashes() -> None:
 def run(channel_fd: int, progress_fd: int) -> None:
     """Be a worker until the driver closes the channel; never returns."""
     channel = socket.socket(fileno=channel_fd)
+    lifeline.hold(progress_fd)
     spec, _fds = receive_with_fds(channel, Spec)
     if spec.nice:
         set_nice(spec.nice)
