@@ -6,6 +6,12 @@ import ctypes
 import mmap
 import os
 import signal
+from typing import TYPE_CHECKING
+
+from belayer.engine.memory import Scratch
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE = mmap.PAGESIZE
 _MAP_FIXED = 0x10
@@ -13,11 +19,14 @@ _MAP_NORESERVE = 0x4000
 _MAP_POPULATE = 0x8000
 _PR_SET_PDEATHSIG = 1
 _FALLOC_PUNCH = 0x01 | 0x02  # KEEP_SIZE | PUNCH_HOLE
+_MADV_REMOVE = 9  # punch a hole into the file behind a shared mapping
+_MADV_DONTNEED = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
@@ -45,31 +54,90 @@ def forget_content(fd: int) -> None:
     _check(_libc.fallocate(fd, _FALLOC_PUNCH, 0, os.fstat(fd).st_size), "fallocate")
 
 
+def checksum(memory: memoryview) -> int:
+    """CRC32C (RFC 3720) of `memory`."""
+    # here, because the owner imports this module and must stay small
+    import google_crc32c
+    import numpy as np
+
+    return google_crc32c.value(np.frombuffer(memory, dtype=np.uint8))
+
+
 class Region:
     """An address range whose backing can be exchanged under running code: pointers into it stay valid."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, scratch: Scratch = Scratch.WHOLE) -> None:
         """Reserve `nbytes` on private scratch memory, of which only touched pages cost anything."""
         self.nbytes = pages(nbytes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self.address = _check(
-            _libc.mmap(None, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0), "mmap(reserve)"
-        )
+        protection = 0 if scratch is Scratch.NONE else mmap.PROT_READ | mmap.PROT_WRITE
+        self.address = _check(_libc.mmap(None, self.nbytes, protection, flags, -1, 0), "mmap(reserve)")
+        self._shared = False
 
     def place(self, fd: int, *, writable: bool, populate: bool = False) -> None:
         """Put the memory file `fd` under the range, in one step, whatever was there before."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if populate else 0)
         _check(_libc.mmap(self.address, self.nbytes, protection, flags, fd, 0), "mmap(place)")
+        self._shared = True
 
     def view(self) -> memoryview:
         """The bytes of the range. Writing through it where the mapping is read-only kills the process."""
         return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
 
+    def forget(self) -> None:
+        """Give the pages back: every byte reads as zero."""
+        advice = _MADV_REMOVE if self._shared else _MADV_DONTNEED
+        _check(_libc.madvise(self.address, self.nbytes, advice), "madvise(forget)")
+
+    def copy_in(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        self.view()[offset : offset + len(data)] = data
+
+    def copy_out(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self.view()[offset : offset + nbytes])
+
+    def copy_from(self, other: Region) -> None:
+        self.view()[:] = other.view()
+
+    def checksum(self, offset: int, nbytes: int) -> int:
+        """CRC32C of [offset, offset + nbytes)."""
+        return checksum(self.view()[offset : offset + nbytes])
+
+    def tensor(self) -> torch.Tensor:
+        """The range as uint8 [nbytes]. It must not outlive the region."""
+        from belayer.engine.memory import _dlpack
+
+        return _dlpack.tensor(self.address, self.nbytes, (_dlpack.CPU, 0))
+
     def close(self) -> None:
         if self.address:
             _check(_libc.munmap(self.address, self.nbytes), "munmap")
             self.address = 0
+
+
+class HostAllocation:
+    """A memory file."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.fd = memfd(name, nbytes)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class HostMemory:
+    """`belayer.engine.memory.Memory` of the host."""
+
+    def rounded(self, nbytes: int) -> int:
+        return pages(nbytes)
+
+    def allocate(self, name: str, nbytes: int) -> HostAllocation:
+        return HostAllocation(name, nbytes)
+
+    def reserve(self, nbytes: int, scratch: Scratch = Scratch.WHOLE) -> Region:
+        return Region(nbytes, scratch)
 
 
 def die_with_parent(parent: int) -> None:
