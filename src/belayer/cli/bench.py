@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import inspect
 import json
 import os
 import platform
@@ -17,6 +18,8 @@ from rich.table import Table
 from belayer.errors import ConfigError
 from belayer.versions import versions
 
+PACKAGE = "belayer_benchmarks"
+
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -29,23 +32,30 @@ def _folder() -> Path:
     raise ConfigError("the benchmarks are not installed", next_step="run from a checkout of Belayer")
 
 
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"belayer_benchmarks.{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _load(folder: Path, name: str) -> ModuleType:
+    """A benchmark as a module of the package that its folder is, so that it finds its neighbours."""
+    package = ModuleType(PACKAGE)
+    package.__path__ = [str(folder)]
+    sys.modules[PACKAGE] = package
+    return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def bench_command(name: str, *, quick: bool, json_path: Path | None) -> int:
+def bench_command(name: str, *, quick: bool, json_path: Path | None, **options: Any) -> int:
+    """Run the benchmark `name`; `options` are those that only it understands, None where not given."""
     folder = _folder()
     known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     if name not in known:
         raise ConfigError(f"no benchmark {name}", next_step=f"choose one of: {', '.join(known)}")
+    module = _load(folder, name)
+    given = {key: value for key, value in options.items() if value is not None}
+    if unknown := given.keys() - inspect.signature(module.bench).parameters.keys():
+        raise ConfigError(f"the benchmark {name} has no option {', '.join(f'--{key}' for key in sorted(unknown))}")
     result: dict[str, Any] = {"bench": name, "machine": _machine(), "versions": versions(), "quick": quick}
-    result |= _load(folder / f"{name}.py").bench(quick)
+    result |= module.bench(quick, **given)
     _print(result)
+    if hasattr(module, "show"):
+        module.show(result, console)
+    console.print("all checks passed" if result["ok"] else "[bold red]a correctness check failed[/]")
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(result, indent=1) + "\n")
@@ -75,7 +85,6 @@ def _print(result: dict[str, Any]) -> None:
         )
         console.print(f"{cell['workload']}: phases in ms (medians): {phases}")
         console.print(f"{cell['workload']}: checks: {cell['checks']}")
-    console.print("all checks passed" if result["ok"] else "[bold red]a correctness check failed[/]")
 
 
 def _machine() -> dict[str, Any]:
