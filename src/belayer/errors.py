@@ -15,6 +15,8 @@ Every error says three things: what happened, what was kept, and what to do next
     ├── EngineError             the rollout engine
     │   ├── EngineUnavailable   no worker can serve and none could be started
     │   ├── RequestRefused      the request cannot be honoured exactly, and is refused at submission
+    │   ├── TurnRestarted       new weights arrived in the middle of a turn, and the run lets no turn span two versions
+    │   ├── ForbiddenTransition a defect of ours: a step was taken that its state machine does not have
     │   ├── WeightsError        an epoch is dirty, its layout or digest does not match, or an update failed
     │   └── OwnerLost           the process that holds weights and KV arena is gone
     ├── SandboxError            the environment; always an infrastructure failure, never the agent's doing
@@ -118,6 +120,14 @@ class RequestRefused(EngineError):
 
 class WeightsError(EngineError):
     """A weights epoch is dirty, does not match its layout or digest, or could not be updated."""
+
+
+class TurnRestarted(EngineError):
+    """New weights arrived before the turn was complete; its tokens are void and it is to be generated again."""
+
+
+class ForbiddenTransition(EngineError):
+    """A step that a state machine does not have: a defect of Belayer, stopped before it could do harm."""
 
 
 class OwnerLost(EngineError):

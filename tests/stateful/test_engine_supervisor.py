@@ -24,6 +24,9 @@ class World(RuleBasedStateMachine):
         self.writers: set[int] = set()  # were told to take over and are not known to be dead
         self.fences: list[int] = []
         self.checks = 0
+        self.device_checks = 0
+        self.device_well = True
+        self.damaged = False
         self.replacements = 0
         self.owner_well = True
         self.checked = True  # the owner was found well since the last fault
@@ -57,13 +60,18 @@ class World(RuleBasedStateMachine):
                     self.fences.append(generation)
                 case sv.CheckOwner():
                     self.checks += 1
-                case sv.ReplaceOwner():
+                case sv.CheckDevice():
+                    self.device_checks += 1
+                case sv.ReplaceOwner(cause):
                     assert not self.replacements
+                    assert cause is not sv.Cause.DAMAGED or self.damaged
+                    assert self.supervisor.serving is None or cause is sv.Cause.LOST, "it may still write there"
                     self.replacements += 1
                 case sv.Activate(generation):
                     assert self.processes[generation] == "ready"
                     assert not self.writers, "another worker may still write"
-                    assert self.checked, "nobody asked the owner since the last fault"
+                    assert self.checked, "nobody asked owner and device since the last fault"
+                    assert not self.damaged, "it would say what damaged weights say"
                     self.processes[generation] = "activating"
                     self.writers.add(generation)
                 case sv.Route(generation):
@@ -123,8 +131,21 @@ class World(RuleBasedStateMachine):
     @rule()
     def owner_answers(self) -> None:
         self.checks -= 1
-        self.checked = self.owner_well
         self.tell(sv.OwnerChecked(None if self.owner_well else "the owner is dead"))
+
+    @precondition(lambda self: self.device_checks)
+    @rule(well=st.integers(0, 4))
+    def device_answers(self, well: int) -> None:
+        self.device_checks -= 1
+        self.checked = self.owner_well and bool(well)
+        self.tell(sv.DeviceChecked(None if well else "the canary kernel gave a wrong result"))
+
+    @precondition(lambda self: self.ever_served and not self.damaged and not self.replacements)
+    @rule()
+    def weights_are_found_damaged(self) -> None:
+        self.damaged = True
+        self.tell(sv.WeightsDamaged("epoch 3 has another digest"))
+        assert self.supervisor.serving is None
 
     @precondition(lambda self: self.owner_well and not self.replacements)
     @rule()
@@ -138,6 +159,7 @@ class World(RuleBasedStateMachine):
         self.replacements -= 1
         self.owner_well = bool(works)
         self.checked = self.owner_well
+        self.damaged = self.damaged and not works
         self.tell(sv.OwnerReplaced(None if works else "no memory"))
 
     @precondition(lambda self: self.supervisor.deadline is not None)
@@ -180,7 +202,7 @@ class World(RuleBasedStateMachine):
         if state is sv.State.FENCING:
             assert self.fences
         if state is sv.State.CHECKING:
-            assert self.checks
+            assert self.checks or self.device_checks
         if state is sv.State.REPLACING_OWNER:
             assert self.replacements
         assert (state is sv.State.UNAVAILABLE) == (self.gave_up is not None)
@@ -199,9 +221,12 @@ class World(RuleBasedStateMachine):
                 self.tell(sv.Fenced(generation))
             elif self.checks:
                 self.owner_answers()
+            elif self.device_checks:
+                self.device_answers(1)
             elif self.replacements:
                 self.replacements -= 1
                 self.owner_well = self.checked = True
+                self.damaged = False
                 self.tell(sv.OwnerReplaced(None))
             elif self.some("starting"):
                 generation = self.some("starting")[0]

@@ -35,6 +35,12 @@ def started(*, standby: bool = True, ready: bool = True) -> tuple[sv.Supervisor,
     return supervisor, clock
 
 
+def well(supervisor: sv.Supervisor) -> list[sv.Action]:
+    """Owner and device answer, in this order, and are well; what follows."""
+    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.CheckDevice()]
+    return supervisor.handle(sv.DeviceChecked(None))
+
+
 def cold_started(supervisor: sv.Supervisor, generation: int) -> None:
     assert supervisor.state is State.COLD_START
     supervisor.handle(sv.Started(generation))
@@ -48,7 +54,7 @@ def test_promotion() -> None:
     assert supervisor.handle(sv.Died(1, "SIGKILL")) == [sv.Fence(1)]
     assert supervisor.serving is None
     assert supervisor.handle(sv.Fenced(1)) == [sv.CheckOwner()]
-    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Activate(2)]
+    assert well(supervisor) == [sv.Activate(2)]
     assert supervisor.serving is None  # answering made nobody eligible
     assert supervisor.handle(sv.Activated(2)) == [sv.Route(2)]
     assert (supervisor.serving, supervisor.how, supervisor.state) == (2, "promotion", State.REBUILDING)
@@ -63,14 +69,14 @@ def test_nobody_is_let_in_before_every_fence_is_done() -> None:
     assert supervisor.handle(sv.Hung(1, "stuck")) == [sv.Fence(1)]
     assert supervisor.handle(sv.Fenced(2)) == []  # the old shadow is gone, the worker is not yet
     assert supervisor.handle(sv.Fenced(1)) == [sv.CheckOwner()]
-    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Activate(3)]
+    assert well(supervisor) == [sv.Activate(3)]
 
 
 def test_without_a_shadow_it_starts_from_cold() -> None:
     supervisor, _ = started(standby=False)
     supervisor.handle(sv.Died(1, "SIGKILL"))
     supervisor.handle(sv.Fenced(1))
-    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Spawn(fill=False, background=False)]
+    assert well(supervisor) == [sv.Spawn(fill=False, background=False)]
     cold_started(supervisor, 2)
     assert supervisor.handle(sv.Rebuilt(2)) == []  # and no shadow is started where none is wanted
 
@@ -79,7 +85,7 @@ def test_a_half_started_shadow_is_quicker_than_a_new_process() -> None:
     supervisor, _ = started(ready=False)
     supervisor.handle(sv.Died(1, "SIGKILL"))
     supervisor.handle(sv.Fenced(1))
-    assert supervisor.handle(sv.OwnerChecked(None)) == []
+    assert well(supervisor) == []
     assert supervisor.handle(sv.Ready(2)) == [sv.Activate(2)]
 
 
@@ -88,7 +94,7 @@ def test_a_failed_promotion_ends_in_a_cold_start(failure: str) -> None:
     supervisor, clock = started()
     supervisor.handle(sv.Died(1, "SIGKILL"))
     supervisor.handle(sv.Fenced(1))
-    supervisor.handle(sv.OwnerChecked(None))
+    well(supervisor)
     clock.now += supervisor.limits.promote_s - 0.1
     assert supervisor.handle(sv.Tick()) == []
     if failure == "too late":
@@ -99,7 +105,7 @@ def test_a_failed_promotion_ends_in_a_cold_start(failure: str) -> None:
     assert supervisor.handle(event) == [sv.Fence(2)]
     assert supervisor.handle(sv.Activated(2)) == []  # too late
     assert supervisor.handle(sv.Fenced(2)) == [sv.CheckOwner()]
-    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.Spawn(False, False)]
+    assert well(supervisor) == [sv.Spawn(False, False)]
     cold_started(supervisor, 3)
 
 
@@ -136,14 +142,14 @@ def test_attempts_are_bounded_and_the_first_reason_is_kept() -> None:
     supervisor, _ = started(standby=False)
     assert supervisor.handle(sv.Died(1, "first")) == [sv.Fence(1)]
     supervisor.handle(sv.Fenced(1))
-    supervisor.handle(sv.OwnerChecked(None))
+    well(supervisor)
     for attempt in range(2, 10):
         supervisor.handle(sv.Started(attempt))
         supervisor.handle(sv.Died(attempt, f"later {attempt}"))
         actions = supervisor.handle(sv.Fenced(attempt))
         if actions != [sv.CheckOwner()]:
             break
-        supervisor.handle(sv.OwnerChecked(None))
+        well(supervisor)
     assert actions == [sv.GiveUp("first")]
     assert attempt == 1 + supervisor.limits.attempts
     assert supervisor.state is State.UNAVAILABLE
@@ -157,7 +163,7 @@ def test_a_request_that_kills_every_worker_does_not_do_so_for_ever() -> None:
         actions = supervisor.handle(sv.Fenced(generation))
         if actions != [sv.CheckOwner()]:
             break
-        supervisor.handle(sv.OwnerChecked(None))
+        well(supervisor)
         cold_started(supervisor, generation + 1)  # it is routed to, and dies before the first token
     assert actions == [sv.GiveUp("death 1")]
 
@@ -167,7 +173,7 @@ def test_faults_far_apart_do_not_add_up() -> None:
     for generation in range(1, 20):
         supervisor.handle(sv.Died(generation, "SIGKILL"))
         supervisor.handle(sv.Fenced(generation))
-        supervisor.handle(sv.OwnerChecked(None))
+        well(supervisor)
         cold_started(supervisor, generation + 1)
         supervisor.handle(sv.Rebuilt(generation + 1))
         assert supervisor.state is State.SERVING
@@ -212,3 +218,33 @@ def test_closed_is_the_end() -> None:
     supervisor, _ = started()
     supervisor.handle(sv.Close())
     assert supervisor.handle(sv.Died(1, "SIGKILL")) == [] and supervisor.state is State.CLOSED
+
+
+def test_a_device_that_is_not_well_is_left_with_everything_on_it() -> None:
+    supervisor, _ = started()
+    supervisor.handle(sv.Died(1, "CUDA error"))
+    supervisor.handle(sv.Fenced(1))
+    assert supervisor.handle(sv.OwnerChecked(None)) == [sv.CheckDevice()]
+    assert supervisor.handle(sv.DeviceChecked("Xid 79")) == [sv.Fence(2), sv.ReplaceOwner(sv.Cause.DEVICE)]
+    supervisor.handle(sv.Fenced(2))
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, False)]
+    cold_started(supervisor, 3)
+
+
+def test_damaged_weights_stop_everybody_and_come_from_their_source() -> None:
+    supervisor, _ = started()
+    assert supervisor.handle(sv.WeightsDamaged("digest")) == [sv.Fence(1), sv.Fence(2)]
+    assert supervisor.serving is None
+    assert supervisor.handle(sv.WeightsDamaged("digest")) == []  # the worker noticed it too
+    assert supervisor.handle(sv.Fenced(2)) == []
+    assert supervisor.handle(sv.Fenced(1)) == [sv.ReplaceOwner(sv.Cause.DAMAGED)]
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, False)]
+    cold_started(supervisor, 3)
+
+
+def test_weights_without_another_source_are_the_end() -> None:
+    supervisor, _ = started()
+    supervisor.handle(sv.WeightsDamaged("epoch 3 has another digest"))
+    supervisor.handle(sv.Fenced(1))
+    supervisor.handle(sv.Fenced(2))
+    assert supervisor.handle(sv.OwnerReplaced("no source")) == [sv.GiveUp("epoch 3 has another digest")]

@@ -60,7 +60,10 @@ class Attach(msgspec.Struct, tag=True):
 
 
 class Arena(msgspec.Struct, tag=True):
-    """Ask for the KV arena of `nbytes`, allocated at the first request; `fresh`: for one that nobody else has mapped."""
+    """Ask for the KV arena of `nbytes`, allocated at the first request.
+
+    `fresh`: for one that nobody else has mapped, in place of the old one.
+    """
 
     nbytes: int
     fresh: bool = False
@@ -98,6 +101,7 @@ class Spec(msgspec.Struct):
     fill: bool  # load the checkpoint into the owner's first epoch
     policy_version: int  # of that first epoch
     nice: int
+    device: str = "cpu"  # where weights, KV arena and computation are: "cpu", "cuda"
 
 
 class Work(msgspec.Struct, array_like=True):

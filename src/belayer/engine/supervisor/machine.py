@@ -9,14 +9,15 @@ The engine tells it what happened (`Died`, `Hung`, `Fenced`, …), it answers wi
     COLD_START ──► │ FENCING ◄───────┴─────────────┘
         ▲          │   │ killed and reaped
         │          │   ▼
-        └─ none ── └─ CHECKING (owner, epoch) ──► owner lost: REPLACING_OWNER ──► COLD_START
+        └─ none ── └─ CHECKING owner, epoch, device ──► one is unfit: REPLACING_OWNER ──► COLD_START
                        attempts spent: UNAVAILABLE
 
 Transitions that do not exist, and why:
 
 - SERVING or REBUILDING straight to ACTIVATING: a second writer of the arena would be let in before the first is known
-  to be dead. Only `Fenced`, which the engine reports after reaping the process, leads on.
+  to be dead. Only `Fenced`, which the engine reports once nothing the process does counts any more, leads on.
 - CHECKING to SERVING: answering a probe makes nobody eligible. Only a finished activation does.
+- REPLACING_OWNER to ACTIVATING: whoever stood by has mapped memory that was given up.
 - UNAVAILABLE to anything but CLOSED: a caller that was told so has already given up.
 """
 
@@ -26,6 +27,34 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from belayer.engine.supervisor.messages import (
+    Action,
+    Activate,
+    Activated,
+    Cause,
+    CheckDevice,
+    CheckOwner,
+    Close,
+    DeviceChecked,
+    Died,
+    Event,
+    Fence,
+    Fenced,
+    GiveUp,
+    Hung,
+    OwnerChecked,
+    OwnerLost,
+    OwnerReplaced,
+    Ready,
+    Rebuilt,
+    Refused,
+    ReplaceOwner,
+    Route,
+    Spawn,
+    Started,
+    Tick,
+    WeightsDamaged,
+)
 
 class State(enum.StrEnum):
     STARTING = "starting"
@@ -38,150 +67,6 @@ class State(enum.StrEnum):
     COLD_START = "cold start"
     UNAVAILABLE = "unavailable"
     CLOSED = "closed"
-
-
-# -- what the engine reports ------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Started:
-    """A process of this generation was started."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Ready:
-    """It is warmed up."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Died:
-    generation: int
-    fault: str
-
-
-@dataclass(frozen=True)
-class Hung:
-    generation: int
-    fault: str
-
-
-@dataclass(frozen=True)
-class Fenced:
-    """It was killed and reaped: it cannot write anywhere any more."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class OwnerChecked:
-    """The owner answered and its epoch may serve (`reason` None), or not."""
-
-    reason: str | None
-
-
-@dataclass(frozen=True)
-class OwnerLost:
-    """The owner died. A serving worker keeps its mappings and goes on."""
-
-
-@dataclass(frozen=True)
-class OwnerReplaced:
-    """A new owner holds the weights that were in force (`reason` None), or could not be made."""
-
-    reason: str | None
-
-
-@dataclass(frozen=True)
-class Activated:
-    generation: int
-
-
-@dataclass(frozen=True)
-class Refused:
-    """It will not become the serving worker."""
-
-    generation: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Rebuilt:
-    """Every request that was in flight has its next token, or there was none."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time passed."""
-
-
-@dataclass(frozen=True)
-class Close:
-    pass
-
-
-Event = (
-    Started
-    | Ready
-    | Died
-    | Hung
-    | Fenced
-    | OwnerChecked
-    | OwnerLost
-    | OwnerReplaced
-    | Activated
-    | Refused
-    | Rebuilt
-    | Tick
-    | Close
-)
-
-
-# -- what the engine shall do -----------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Fence:
-    generation: int
-
-
-@dataclass(frozen=True)
-class CheckOwner:
-    pass
-
-
-@dataclass(frozen=True)
-class ReplaceOwner:
-    pass
-
-
-@dataclass(frozen=True)
-class Activate:
-    generation: int
-
-
-@dataclass(frozen=True)
-class Route:
-    """Give it the requests in flight, then the new ones."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Spawn:
-    """Start a process. `fill`: it loads the checkpoint; `background`: a worker is serving meanwhile."""
-
-    fill: bool
-    background: bool
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    reason: str
-
-
-Action = Fence | CheckOwner | ReplaceOwner | Activate | Route | Spawn | GiveUp
 
 
 @dataclass
@@ -215,6 +100,7 @@ class Supervisor:
     _spawning: int = 0  # Spawn actions whose Started has not come yet
     _filled: bool = False  # the owner holds weights that have served
     _replacing: bool = False
+    _damaged: bool = False  # the weights must come from their source again
     _failures: int = 0
     _standby_failures: int = 0
     _first_reason: str = ""
@@ -258,6 +144,10 @@ class Supervisor:
                 return self._after_fence()
             case OwnerChecked(reason):
                 return self._on_owner(reason)
+            case DeviceChecked(reason):
+                return self._on_device(reason)
+            case WeightsDamaged(reason):
+                return self._on_damaged(reason)
             case OwnerLost():
                 return self._on_owner_lost()
             case OwnerReplaced(reason):
@@ -325,27 +215,62 @@ class Supervisor:
             return []
         if self._failures >= self.limits.attempts:
             return self._give_up()
+        if self._damaged:
+            return self._stop_for_owner(Cause.DAMAGED)
         self.state = State.CHECKING
         return [CheckOwner()]
 
+    # -- owner, weights, device ---------------------------------------------------------------------------------------
     def _on_owner(self, reason: str | None) -> list[Action]:
         if self.state is not State.CHECKING:
             return []
+        if self._damaged:
+            return self._stop_for_owner(Cause.DAMAGED)
         if reason is not None:
             self._first_reason = self._first_reason or reason
-            self.state = State.REPLACING_OWNER
-            return self._replace_owner()
+            return self._stop_for_owner(Cause.LOST)
+        return [CheckDevice()]
+
+    def _on_device(self, reason: str | None) -> list[Action]:
+        if self.state is not State.CHECKING:
+            return []
+        if self._damaged:
+            return self._stop_for_owner(Cause.DAMAGED)
+        if reason is not None:
+            self._first_reason = self._first_reason or reason
+            self._failures += 1
+            return self._give_up() if self._failures >= self.limits.attempts else self._stop_for_owner(Cause.DEVICE)
         if self._standby and self._standby.ready:
             self._candidate, self._standby = self._standby.generation, None
             self.how = "promotion"
             return self._activate(self._candidate)
         return self._cold_start()
 
+    def _on_damaged(self, reason: str) -> list[Action]:
+        """Nobody who looks at this epoch may go on, whatever it is doing."""
+        if self._damaged or self.state is State.REPLACING_OWNER:
+            return []
+        self._damaged = True
+        self._failures = 0 if self.state is State.SERVING else self._failures + 1
+        self._first_reason = self._first_reason or reason
+        standby = self._standby.generation if self._standby else None
+        victims = [g for g in (self.serving, self._candidate, standby) if g is not None and g not in self._fencing]
+        self.serving = self._candidate = self._standby = None
+        if self.state is State.CHECKING:  # its answer is on the way
+            return [self._fence(generation) for generation in victims]
+        self._deadline = None
+        self.state = State.FENCING
+        return [self._fence(generation) for generation in victims] or self._after_fence()
+
     def _on_owner_lost(self) -> list[Action]:
         # everywhere else the next activation fails and leads to CHECKING, which finds out
         return self._replace_owner() if self.state in (State.SERVING, State.REBUILDING) else []
 
-    def _replace_owner(self) -> list[Action]:
+    def _stop_for_owner(self, cause: Cause) -> list[Action]:
+        self.state = State.REPLACING_OWNER
+        return self._replace_owner(cause)
+
+    def _replace_owner(self, cause: Cause = Cause.LOST) -> list[Action]:
         if self._replacing:
             return []
         self._replacing = True
@@ -353,10 +278,11 @@ class Supervisor:
         if self._standby:  # it looks at memory of an owner that is gone
             actions.append(self._fence(self._standby.generation))
             self._standby = None
-        return [*actions, ReplaceOwner()]
+        return [*actions, ReplaceOwner(cause)]
 
     def _on_owner_replaced(self, reason: str | None) -> list[Action]:
         self._replacing = False
+        self._damaged = self._damaged and reason is not None
         if self.state is State.REPLACING_OWNER:
             if reason is not None:
                 return self._give_up()
