@@ -38,6 +38,10 @@ class EngineConfig(_Section):
     prefill_hang_s: float = Field(default=60.0, gt=0, description="The same for a step that prefills or compiles.")
     start_timeout_s: float = Field(default=180.0, gt=0, description="Deadline of a worker start.")
     promote_timeout_s: float = Field(default=10.0, gt=0, description="Deadline of a promotion; past it, cold start.")
+    adopt_sealed_blocks: bool = Field(
+        default=False,
+        description="A promoted shadow takes over KV blocks whose seals verify, instead of computing them again.",
+    )
     threads: int = Field(default=0, ge=0, description="Compute threads of a worker; 0: one per core.")
     batch_invariant: bool = Field(
         default=True,

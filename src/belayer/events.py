@@ -74,4 +74,5 @@ WORKER_STATE = "engine.worker"  # generation, pid, state (starting, serving, dea
 SHADOW_STATE = "engine.shadow"  # pid, state (starting, ready, promoted, dead, none), reason
 WEIGHTS_COMMITTED = "engine.weights"  # epoch, policy_version, digest, wall_s
 OWNER_STATE = "engine.owner"  # pid, state
+KV_ADOPTED = "engine.adopted"  # generation, blocks, tokens, refused
 STALE_DROPPED = "engine.stale_dropped"  # generation, count

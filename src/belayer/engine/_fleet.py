@@ -16,6 +16,7 @@ from belayer.engine._recovery_clock import RecoveryClock
 from belayer.engine._wire import (
     Activate,
     Activated,
+    Adopted,
     Epoch,
     FromWorker,
     Ready,
@@ -229,6 +230,7 @@ class Fleet:
             batch_invariant=self._config.batch_invariant and self._config.dtype == "float32",
             owner_socket=str(self.owner.path),
             fill=fill,
+            adopt_sealed_blocks=self._config.adopt_sealed_blocks,
             policy_version=self._policy_version,
             nice=STANDBY_NICE if background and serving and may_lower_nice() else 0,
         )
@@ -267,7 +269,7 @@ class Fleet:
 
     async def _fence(self, generation: int) -> None:
         link = self.links[generation]
-        stale = await link.fence(FENCE_TIMEOUT_S, apart=True)
+        stale = await link.fence(FENCE_TIMEOUT_S, apart=not self._config.adopt_sealed_blocks)
         if stale is None:
             self._lose(
                 EngineUnavailable(
@@ -349,6 +351,12 @@ class Fleet:
             case Switched(_, epoch):
                 link.epoch = epoch
                 self._run(self._notify())
+            case Adopted(generation, blocks, tokens, refused):
+                data = {"generation": generation, "blocks": blocks, "tokens": tokens, "refused": refused}
+                self._events(ev.Event(kind=ev.KV_ADOPTED, subject="worker", data=data))
+                if refused:
+                    text = f"{refused} sealed KV blocks have other bytes than their seals say: they are rebuilt"
+                    self.report_fault("worker.seal", "checksum", text, False)
             case Refusal(generation, what, reason):
                 self.tell(sv.Refused(generation, f"worker {generation} refused {what}: {reason}"))
 

@@ -67,6 +67,7 @@ class Arena(msgspec.Struct, tag=True):
 
     nbytes: int
     fresh: bool = False
+    seal_bytes: int = 0  # if not 0: the descriptor of a seal table of this size comes second
 
 
 class OwnerState(msgspec.Struct, tag=True):
@@ -101,6 +102,7 @@ class Spec(msgspec.Struct):
     fill: bool  # load the checkpoint into the owner's first epoch
     policy_version: int  # of that first epoch
     nice: int
+    adopt_sealed_blocks: bool = False
     device: str = "cpu"  # where weights, KV arena and computation are: "cpu", "cuda"
 
 
@@ -177,6 +179,18 @@ class Tokens(msgspec.Struct, tag=True):
     chunks: list[Chunk]
 
 
+class Adopted(msgspec.Struct, tag=True):
+    """What the worker took over of its predecessor's KV blocks: `blocks` that verified, with `tokens` tokens.
+
+    `refused` blocks had a seal and other bytes than it says; they were zeroed and are rebuilt.
+    """
+
+    generation: int
+    blocks: int
+    tokens: int
+    refused: int
+
+
 class Refusal(msgspec.Struct, tag=True):
     """The worker will not go on; `what` names the message it could not honour."""
 
@@ -185,7 +199,7 @@ class Refusal(msgspec.Struct, tag=True):
     reason: str
 
 
-FromWorker = Ready | Activated | Switched | Tokens | Refusal
+FromWorker = Ready | Activated | Switched | Tokens | Refusal | Adopted
 
 T = TypeVar("T")
 

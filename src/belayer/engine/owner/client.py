@@ -68,6 +68,11 @@ class OwnerClient:
         """Descriptor of the KV arena, which the caller closes; `fresh`: of one that nobody else has mapped."""
         return self._call(Arena(nbytes, fresh))[1][0]
 
+    def sealed_arena(self, nbytes: int, seal_bytes: int) -> tuple[int, int]:
+        """Descriptors of the KV arena as the last worker left it and of its seal table; the caller closes them."""
+        arena, seals = self._call(Arena(nbytes, False, seal_bytes))[1]
+        return arena, seals
+
     def close(self) -> None:
         self._connection.close()
 

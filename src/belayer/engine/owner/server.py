@@ -44,6 +44,7 @@ class Owner:
     def __init__(self, listener: socket.socket, control: socket.socket) -> None:
         self.table = EpochTable()
         self._boot_id = secrets.token_hex(8)
+        self._seals: tuple[int, int] | None = None
         self._weights: list[int] = []
         self._arena: tuple[int, int] | None = None
         self._waiting: list[socket.socket] = []  # attach requests that wait for a clean epoch
@@ -92,8 +93,10 @@ class Owner:
                         self._waiting.append(connection)
                         return
                     fds = self._weights
-                case Arena(nbytes, fresh):
+                case Arena(nbytes, fresh, seal_bytes):
                     fds = [self._arena_of(nbytes, fresh)]
+                    if seal_bytes:
+                        fds.append(self._seals_of(seal_bytes, fresh))
         except (ValueError, OSError) as error:
             send_with_fds(connection, Refused(str(error)), [])
             return
@@ -117,6 +120,15 @@ class Owner:
         if self._arena[0] != nbytes:
             raise ValueError(f"the KV arena has {self._arena[0]} bytes, not {nbytes}")
         return self._arena[1]
+
+    def _seals_of(self, nbytes: int, fresh: bool) -> int:
+        """The arena's seal table. One of another size, or of another arena, says nothing about this one."""
+        if self._seals is not None and (fresh or self._seals[0] != nbytes):
+            os.close(self._seals[1])
+            self._seals = None
+        if self._seals is None:
+            self._seals = (nbytes, memfd("belayer-kv-seals", nbytes))
+        return self._seals[1]
 
 
 def main(argv: list[str]) -> None:
