@@ -20,10 +20,16 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+VersionPolicy = Literal["allow", "finish_on_old", "restart_turn"]
+
+
 class EngineConfig(_Section):
     """The rollout engine: which model, how it is protected."""
 
-    backend: Literal["vllm"] = "vllm"
+    backend: Literal["vllm", "transformers"] = "vllm"
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu", description="Where weights, KV arena and computation are; CUDA_VISIBLE_DEVICES picks the GPU."
+    )
     model: Path | None = Field(default=None, description="Hugging Face style model folder (config.json + safetensors).")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_model_len: int = Field(default=2048, ge=16, description="Longest prompt + completion, in tokens.")
@@ -38,6 +44,16 @@ class EngineConfig(_Section):
     prefill_hang_s: float = Field(default=60.0, gt=0, description="The same for a step that prefills or compiles.")
     start_timeout_s: float = Field(default=180.0, gt=0, description="Deadline of a worker start.")
     promote_timeout_s: float = Field(default=10.0, gt=0, description="Deadline of a promotion; past it, cold start.")
+    version_policy: VersionPolicy = Field(
+        default="allow",
+        description="May a trajectory span policy versions? If not: finish it on the old one, or restart the turn.",
+    )
+    update_timeout_s: float = Field(
+        default=120.0, gt=0, description="Deadline of a weights update; past it the old version serves on."
+    )
+    scrub_s: float = Field(
+        default=30.0, gt=0, description="How often the shadow checks that the weights still have their digest."
+    )
     adopt_sealed_blocks: bool = Field(
         default=False,
         description="A promoted shadow takes over KV blocks whose seals verify, instead of computing them again.",

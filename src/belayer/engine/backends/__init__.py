@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from belayer.engine._wire import Chunk, Spec, Work
     from belayer.engine.backends.owned_weights import OwnedWeights
-    from belayer.engine.memory.host import Region
+    from belayer.engine.memory import Region
 
 __all__ = ["Backend", "make", "preload"]
 
@@ -21,8 +21,10 @@ __all__ = ["Backend", "make", "preload"]
 class Backend(Protocol):
     """One model, one scheduler, one thread. Any exception a method raises ends the worker process."""
 
-    arena: Region
-    """The KV cache's address range. A shadow has it on private scratch memory."""
+    @property
+    def arena(self) -> Region:
+        """The KV cache's address range. A shadow has it on private scratch memory."""
+        ...
 
     def submit(self, work: Work) -> None:
         """Queue a request; what is known of its completion becomes part of the prefill."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from belayer.engine.memory.host import Region
+from belayer.engine.memory import Region, Scratch, of
 from belayer.engine.weights.layout import Layout, Slice, align, first_unfilled
 from belayer.errors import WeightsError
 
@@ -35,7 +35,7 @@ class _Placement:
 
     def repoint(self, region: Region) -> None:
         """Make every parameter a view of `region`."""
-        memory = torch.frombuffer(region.view(), dtype=torch.uint8)
+        memory = region.tensor()
         for _name, parameter, offset, nbytes in self.parameters:
             parameter.data = memory[offset : offset + nbytes].view(parameter.dtype).view(parameter.shape)
 
@@ -86,7 +86,8 @@ class _Recorder(TorchDispatchMode):
 class OwnedWeights:
     """The one model of this process and the epoch it looks at."""
 
-    def __init__(self, *, fill: bool, batch_invariant: bool) -> None:
+    def __init__(self, *, fill: bool, batch_invariant: bool, device: str = "cpu") -> None:
+        self.device = device
         self.fill = fill
         self.batch_invariant = batch_invariant
         self.layout: Layout | None = None
@@ -95,18 +96,28 @@ class OwnedWeights:
         # the region, and returns the layout in force
         self.attach: Callable[[Region, int, Layout | None], Layout] | None = None
 
-    def take(self, model: torch.nn.Module, checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+    def take(
+        self,
+        model: torch.nn.Module,
+        checkpoint: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] | None = None,
+    ) -> None:
+        """Point the parameters of `model`, which it need not have filled, at an epoch of the owner's.
+
+        Where that epoch is still to be made, `load` (default: the model's `load_weights`) copies `checkpoint` there.
+        """
         placement = _Placement(model)
-        region = self.region = Region(placement.nbytes)
+        scratch = Scratch.WHOLE if self.fill else Scratch.NONE
+        region = self.region = of(self.device).reserve(placement.nbytes, scratch)
         placement.repoint(region)
         assert self.attach is not None
-        layout = self._load(model, placement, region, checkpoint) if self.fill else None
+        layout = self._load(placement, region, checkpoint, load or model.load_weights) if self.fill else None  # pyright: ignore[reportArgumentType]
         self.layout = self.attach(region, placement.nbytes, layout)
 
-    def _load(self, model: Any, placement: _Placement, region: Region, checkpoint: Any) -> Layout:
+    def _load(self, placement: _Placement, region: Region, checkpoint: Any, load: Callable[[Any], Any]) -> Layout:
         recorder = _Recorder(region)
         with recorder:
-            model.load_weights(recorder.watch(checkpoint()))
+            load(recorder.watch(checkpoint()))
         filled = [(s.offset, s.offset + s.nbytes) for s in recorder.slices] + recorder.zeros
         missing = first_unfilled(((name, offset, nbytes) for name, _, offset, nbytes in placement.parameters), filled)
         if missing is not None:

@@ -17,7 +17,7 @@ lifetime, and puts one allocation after another under it. Pointers into the rang
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ class Region(Protocol):
         """The bytes [offset, offset + nbytes)."""
         ...
 
-    def copy_from(self, other: Region) -> None:
+    def copy_from(self, other: Self) -> None:
         """Write the content of `other`, of the same memory and length."""
         ...
 

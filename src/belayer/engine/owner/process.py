@@ -17,13 +17,13 @@ from belayer.ownership import RunLabel
 class OwnerProcess:
     """A running owner: its process, the driver's connection to it, and the socket that workers use."""
 
-    def __init__(self, label: RunLabel, number: int, env: dict[str, str], log_dir: Path) -> None:
+    def __init__(self, label: RunLabel, number: int, env: dict[str, str], log_dir: Path, device: str = "cpu") -> None:
         self.path = label.dir / f"owner-{number}.sock"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self.child = Child.spawn(
                 "belayer.engine.owner.server",
-                [str(self.path), str(os.getpid()), str(theirs.fileno())],
+                [str(self.path), str(os.getpid()), str(theirs.fileno()), device],
                 [theirs.fileno()],
                 env,
                 log_dir / f"owner-{number}.log",

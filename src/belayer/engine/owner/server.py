@@ -1,9 +1,10 @@
 """The owner: a small process that holds the weights epochs and the KV arena, and nothing else.
 
-    python -m belayer.engine.owner.server SOCKET DRIVER_PID CONTROL_FD
+    python -m belayer.engine.owner.server SOCKET DRIVER_PID CONTROL_FD [DEVICE]
 
 It imports neither torch nor an inference engine, runs no user code and touches no tensor, so what kills workers does
-not kill it. Memory lives as long as it holds the descriptors. It dies with the driver.
+not kill it. For memory of a GPU (DEVICE "cuda") it imports the driver's bindings and nothing more, and has no context
+that an error on the device could destroy. Memory lives as long as it holds the descriptors. It dies with the driver.
 
 The epoch table is the whole state: at most one clean epoch, which may serve, and at most one dirty epoch, which is
 being written in the other slot. `Commit` turns the dirty one into the clean one in one step, so a writer that dies
@@ -34,6 +35,7 @@ from belayer.engine._wire import (
     receive_with_fds,
     send_with_fds,
 )
+from belayer.engine.memory import Allocation, of
 from belayer.engine.memory.host import die_with_parent, memfd
 from belayer.engine.owner.table import SLOTS, EpochTable
 
@@ -41,12 +43,13 @@ from belayer.engine.owner.table import SLOTS, EpochTable
 class Owner:
     """Answers requests on any number of connections, one at a time."""
 
-    def __init__(self, listener: socket.socket, control: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, control: socket.socket, device: str = "cpu") -> None:
+        self._memory = of(device)
         self.table = EpochTable()
         self._boot_id = secrets.token_hex(8)
         self._seals: tuple[int, int] | None = None
-        self._weights: list[int] = []
-        self._arena: tuple[int, int] | None = None
+        self._weights: list[Allocation] = []
+        self._arena: tuple[int, Allocation] | None = None
         self._waiting: list[socket.socket] = []  # attach requests that wait for a clean epoch
         self._selector = selectors.DefaultSelector()
         self._listener = listener
@@ -83,7 +86,9 @@ class Owner:
                 case Define(layout):
                     self.table.define(layout)
                     if not self._weights:
-                        self._weights = [memfd(f"belayer-weights-{slot}", layout.nbytes) for slot in range(SLOTS)]
+                        self._weights = [
+                            self._memory.allocate(f"belayer-weights-{slot}", layout.nbytes) for slot in range(SLOTS)
+                        ]
                 case Begin(after):
                     self.table.begin(after)
                 case Commit(number, digest, policy_version):
@@ -92,7 +97,7 @@ class Owner:
                     if when_clean and self.table.clean is None:
                         self._waiting.append(connection)
                         return
-                    fds = self._weights
+                    fds = [slot.fd for slot in self._weights]
                 case Arena(nbytes, fresh, seal_bytes):
                     fds = [self._arena_of(nbytes, fresh)]
                     if seal_bytes:
@@ -106,20 +111,20 @@ class Owner:
             for waiter in waiting:
                 # a waiter that is gone is cleaned up when the selector reports its end of stream
                 with contextlib.suppress(OSError):
-                    send_with_fds(waiter, self._state(), self._weights)
+                    send_with_fds(waiter, self._state(), [slot.fd for slot in self._weights])
 
     def _state(self) -> OwnerState:
         return OwnerState(self._boot_id, os.getpid(), self.table.layout, self.table.clean, self.table.dirty)
 
     def _arena_of(self, nbytes: int, fresh: bool) -> int:
         if fresh and self._arena is not None:
-            os.close(self._arena[1])  # a worker that is being taken apart may hold its mapping a little longer
+            self._arena[1].close()  # a worker that is being taken apart may hold its mapping a little longer
             self._arena = None
         if self._arena is None:
-            self._arena = (nbytes, memfd("belayer-kv-arena", nbytes))
+            self._arena = (nbytes, self._memory.allocate("belayer-kv-arena", nbytes))
         if self._arena[0] != nbytes:
             raise ValueError(f"the KV arena has {self._arena[0]} bytes, not {nbytes}")
-        return self._arena[1]
+        return self._arena[1].fd
 
     def _seals_of(self, nbytes: int, fresh: bool) -> int:
         """The arena's seal table. One of another size, or of another arena, says nothing about this one."""
@@ -139,7 +144,7 @@ def main(argv: list[str]) -> None:
     listener.bind(str(path))
     listener.listen(16)
     control = socket.socket(fileno=control_fd)
-    Owner(listener, control).serve()
+    Owner(listener, control, *argv[3:4]).serve()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ from belayer.engine._wire import (
     pack,
     receive_with_fds,
 )
-from belayer.engine.memory.host import Region, set_nice
+from belayer.engine.memory import Region, Scratch, of
+from belayer.engine.memory.host import set_nice
 from belayer.engine.owner.client import OwnerClient
 from belayer.engine.weights.layout import Layout, digest
 from belayer.engine.workers import lifeline
@@ -69,7 +70,9 @@ class Worker:
         from belayer.engine.backends.owned_weights import OwnedWeights
 
         _die_of_crashes()
-        weights = OwnedWeights(fill=self._spec.fill, batch_invariant=self._spec.batch_invariant)
+        weights = OwnedWeights(
+            fill=self._spec.fill, batch_invariant=self._spec.batch_invariant, device=self._spec.device
+        )
         weights.attach = self._attach
         began = time.monotonic()
         self._engine = backends.make(self._spec, weights)
@@ -89,10 +92,10 @@ class Worker:
             self._owner.define(loaded)
             _state, self._slots = self._owner.weights(when_clean=False)
             dirty = self._owner.begin()
-            target = Region(region.nbytes)
+            target = of(self._spec.device).reserve(region.nbytes, Scratch.NONE)
             target.place(self._slots[dirty.slot], writable=True)
-            target.view()[:] = region.view()
-            self._epoch = self._owner.commit(dirty.number, digest(loaded, target.view()), self._spec.policy_version)
+            target.copy_from(region)
+            self._epoch = self._owner.commit(dirty.number, digest(loaded, target), self._spec.policy_version)
             target.close()
             region.place(self._slots[dirty.slot], writable=False, populate=True)
             return loaded
@@ -110,7 +113,7 @@ class Worker:
 
     def _verify(self, layout: Layout, epoch: Epoch) -> None:
         assert self._region is not None
-        found = digest(layout, self._region.view())
+        found = digest(layout, self._region)
         if found != epoch.digest:
             # the driver may have committed two updates while this ran; a damaged epoch, though, stays as it is
             newest = self._owner.state().clean
@@ -170,6 +173,8 @@ class Worker:
         fd = self._owner.arena(self._engine.arena.nbytes, fresh=True)
         self._engine.arena.place(fd, writable=True)
         os.close(fd)
+        if self._spec.device != "cpu":  # memory of a GPU comes with whatever was in it before
+            self._engine.arena.forget()
         self._engine.forget_prefixes()
         phases["map_s"] = time.monotonic() - began
         self._send(Activated(self._spec.generation, epoch, phases))
