@@ -15,7 +15,36 @@ if TYPE_CHECKING:
     from belayer.engine.backends.owned_weights import OwnedWeights
     from belayer.engine.memory import Region
 
-__all__ = ["Backend", "make", "preload"]
+__all__ = ["Backend", "Sealing", "make", "preload"]
+
+
+class Sealing(Protocol):
+    """How a backend seals its KV blocks, and adopts those that a dead worker sealed (`belayer.engine.memory.seals`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the seal table."""
+        ...
+
+    def open(self, table: memoryview, layout_hash: str, epoch: int) -> int:
+        """Use `table` and the arena that lies under `Backend.arena` now, both as the last worker left them.
+
+        From here on `Backend.submit` adopts blocks whose seals are of weights epoch `epoch` and verify, and nothing
+        else in the arena is ever read. Returns how many blocks have such a seal.
+        """
+        ...
+
+    def seal(self) -> None:
+        """Seal what the last step computed. Called when its tokens are sent."""
+        ...
+
+    def use_epoch(self, epoch: int) -> None:
+        """Other weights are in place: void every seal; the next ones are of `epoch`."""
+        ...
+
+    def adopted(self) -> tuple[int, int, int] | None:
+        """Blocks and tokens adopted and blocks refused since the last call; None if nothing happened."""
+        ...
 
 
 class Backend(Protocol):
@@ -24,6 +53,9 @@ class Backend(Protocol):
     @property
     def arena(self) -> Region:
         """The KV cache's address range. A shadow has it on private scratch memory."""
+
+    sealing: Sealing | None
+    """None: it was not asked for, or this backend cannot."""
         ...
 
     def submit(self, work: Work) -> None:
