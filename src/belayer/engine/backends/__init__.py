@@ -53,9 +53,11 @@ class Backend(Protocol):
     @property
     def arena(self) -> Region:
         """The KV cache's address range. A shadow has it on private scratch memory."""
+        ...
 
-    sealing: Sealing | None
-    """None: it was not asked for, or this backend cannot."""
+    @property
+    def sealing(self) -> Sealing | None:
+        """None: it was not asked for, or this backend cannot."""
         ...
 
     def submit(self, work: Work) -> None:
