@@ -27,6 +27,7 @@ from belayer.engine._wire import (
     Abort,
     Activate,
     Activated,
+    Adopted,
     Epoch,
     FromWorker,
     Ready,
@@ -41,6 +42,7 @@ from belayer.engine._wire import (
     pack,
     receive_with_fds,
 )
+from belayer.engine.backends import Sealing
 from belayer.engine.memory import Region, Scratch, of
 from belayer.engine.memory.host import set_nice
 from belayer.engine.owner.client import OwnerClient
@@ -62,6 +64,7 @@ class Worker:
         self._slots: list[int] = []
         self._epoch: Epoch | None = None
         self._region: Region | None = None
+        self._seals: Region | None = None
         self._phases: dict[str, float] = {}
 
     def start(self) -> None:
@@ -140,12 +143,16 @@ class Worker:
         if chunks:
             assert self._epoch is not None
             self._send(Tokens(self._spec.generation, self._epoch.policy_version, chunks))
+        if self._engine.sealing is not None:
+            self._engine.sealing.seal()
 
     def _handle(self, message: ToWorker) -> None:
         match message:
             case Submit(work):
                 for item in work:
                     self._engine.submit(item)
+                if self._engine.sealing is not None and (counts := self._engine.sealing.adopted()) is not None:
+                    self._send(Adopted(self._spec.generation, *counts))
             case Abort(ids):
                 self._engine.abort(ids)
             case Activate(layout_hash, epoch, owner_socket):
@@ -169,15 +176,29 @@ class Worker:
             self._use(epoch, owner_socket)
         phases["gate_s"] = time.monotonic() - began
         began = time.monotonic()
-        # what a dead worker left in its arena is never read, and what it may still write never reaches anybody
-        fd = self._owner.arena(self._engine.arena.nbytes, fresh=True)
-        self._engine.arena.place(fd, writable=True)
-        os.close(fd)
-        if self._spec.device != "cpu":  # memory of a GPU comes with whatever was in it before
-            self._engine.arena.forget()
-        self._engine.forget_prefixes()
+        if self._engine.sealing is None:
+            # what a dead worker left in its arena is never read, and what it may still write never reaches anybody
+            fd = self._owner.arena(self._engine.arena.nbytes, fresh=True)
+            self._engine.arena.place(fd, writable=True)
+            os.close(fd)
+            if self._spec.device != "cpu":  # memory of a GPU comes with whatever was in it before
+                self._engine.arena.forget()
+            self._engine.forget_prefixes()
+        else:
+            self._open_sealed(self._engine.sealing, epoch)
         phases["map_s"] = time.monotonic() - began
         self._send(Activated(self._spec.generation, epoch, phases))
+
+    def _open_sealed(self, sealing: Sealing, epoch: Epoch) -> None:
+        """Map the arena as the dead worker left it; it must be reaped. Only blocks whose seals verify are read."""
+        arena, seals = self._owner.sealed_arena(self._engine.arena.nbytes, sealing.nbytes)
+        self._seals = of("cpu").reserve(sealing.nbytes)
+        for region, fd in ((self._engine.arena, arena), (self._seals, seals)):
+            region.place(fd, writable=True)
+            os.close(fd)
+        self._engine.forget_prefixes()
+        table = self._seals.tensor().numpy().data
+        sealing.open(table, self._layout.hash(), epoch.number)
 
     def _use(self, epoch: Epoch, owner_socket: str) -> None:
         """Look at another clean epoch. The addresses stay, so do all pointers; cached KV belongs to the old weights."""
@@ -192,6 +213,8 @@ class Worker:
         self._region.place(self._slots[epoch.slot], writable=False, populate=True)
         self._epoch = epoch
         self._engine.forget_prefixes()
+        if self._engine.sealing is not None:
+            self._engine.sealing.use_epoch(epoch.number)
         self._progress.mark(Phase.IDLE)
 
     def _refuse(self, what: str, reason: str) -> None:
