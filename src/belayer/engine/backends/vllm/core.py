@@ -22,11 +22,15 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from belayer.engine._wire import Chunk, Spec, Work
 from belayer.engine.backends.owned_weights import OwnedWeights
 from belayer.engine.backends.vllm import loader
+from belayer.engine.backends.vllm.blocks import KvBlocks
 from belayer.engine.backends.vllm.invariance import use_one_attention_tile
 from belayer.engine.backends.vllm.sampling import OFFSET, SAMPLING, CounterSampling
+from belayer.engine.backends.vllm.sealing import VllmSealing
 from belayer.engine.memory.host import Region
 from belayer.engine.request import Sampling
 from belayer.errors import EngineError
+
+BLOCK_SIZE = 32  # tokens: the least that vLLM's CPU kernels take, so that prefixes are shared and sealed finely
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -83,6 +87,7 @@ class VllmBackend:
             max_model_len=spec.max_model_len,
             max_num_seqs=spec.max_num_seqs,
             kv_cache_memory_bytes=spec.kv_bytes,
+            block_size=BLOCK_SIZE,
             load_format=loader.LOAD_FORMAT,
             worker_cls=f"{OwnedWorker.__module__}.{OwnedWorker.__name__}",
             logits_processors=[CounterSampling],
@@ -98,10 +103,16 @@ class VllmBackend:
         if _arena is None:
             raise EngineError("vLLM made no KV allocation that could be found: version mismatch")
         self.arena = _arena
+        self.sealing = self._make_sealing() if spec.adopt_sealed_blocks else None
         self._made: dict[str, int] = {}  # tokens of each request's completion so far
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_num_seqs = spec.max_num_seqs
         self._max_model_len = spec.max_model_len
+
+    def _make_sealing(self) -> VllmSealing:
+        executor: Any = self._core.model_executor
+        caches = executor.driver_worker.worker.model_runner.kv_caches
+        return VllmSealing(self._core.scheduler, KvBlocks(caches, self.arena))
 
     def submit(self, work: Work) -> None:
         """Queue a request; what is known of its completion becomes part of the prefill."""
@@ -130,6 +141,8 @@ class VllmBackend:
         )
         self._made[work.id] = done
         self._core.add_request(*self._core.preprocess_add_request(request))
+        if self.sealing is not None:
+            self.sealing.want(work.id)
 
     def abort(self, ids: list[str]) -> None:
         for key in ids:
@@ -173,6 +186,8 @@ class VllmBackend:
 
     def forget_prefixes(self) -> None:
         """Drop every cached prefix; requests in flight rebuild theirs, with the weights now in place."""
+        if self.sealing is not None:
+            self.sealing.forget()
         self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def warm_up(self) -> None:
