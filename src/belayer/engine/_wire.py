@@ -104,6 +104,7 @@ class Spec(msgspec.Struct):
     nice: int
     adopt_sealed_blocks: bool = False
     device: str = "cpu"  # where weights, KV arena and computation are: "cpu", "cuda"
+    warm: bool = False  # restored from an image: warm up once more, for nobody waits for it
 
 
 class Work(msgspec.Struct, array_like=True):
@@ -199,7 +200,15 @@ class Refusal(msgspec.Struct, tag=True):
     reason: str
 
 
-FromWorker = Ready | Activated | Switched | Tokens | Refusal | Adopted
+class Damaged(msgspec.Struct, tag=True):
+    """The content of epoch `number` no longer has its digest. Whoever says so has stopped using it."""
+
+    generation: int
+    number: int
+    reason: str
+
+
+FromWorker = Ready | Activated | Switched | Tokens | Refusal | Damaged | Adopted
 
 T = TypeVar("T")
 

@@ -1,6 +1,7 @@
 """A rollout engine worker: the serving one and the shadow are the same program.
 
-It is forked from the nursery, which has the imports done already (`belayer.engine.workers.nursery`).
+It is forked from the nursery, which has the imports done already (`belayer.engine.workers.nursery`), or restored from
+an image, which has everything done but the weights (`belayer.engine.images`).
 
 Start: model on the owner's weights, warm-up on scratch KV memory, `Ready`. Then it waits; that is a shadow.
 `Activate` makes it the serving worker: it checks that the epoch it looks at is the one asked for, maps the KV arena
@@ -21,7 +22,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from belayer.engine._wire import (
     Abort,
@@ -46,29 +49,47 @@ from belayer.engine.backends import Sealing
 from belayer.engine.memory import Region, Scratch, of
 from belayer.engine.memory.host import set_nice
 from belayer.engine.owner.client import OwnerClient
+from belayer.engine.weights.checkpoint_files import checkpoint_tensors
+from belayer.engine.weights.first_epoch import copy_tensors
 from belayer.engine.weights.layout import Layout, digest
 from belayer.engine.workers import lifeline
 from belayer.engine.workers.progress import Phase, Progress
 from belayer.errors import WeightsError
 
+if TYPE_CHECKING:
+    from belayer.engine.backends import Backend
+
 
 class Worker:
     """Holds the engine and the epoch; `run` never returns normally."""
 
-    def __init__(self, spec: Spec, channel: socket.socket, progress: Progress) -> None:
+    def __init__(self, spec: Spec) -> None:
         self._spec = spec
-        self._channel = channel
-        self._progress = progress
-        self._owner = OwnerClient.connect(Path(spec.owner_socket))
-        self._owner_path = spec.owner_socket
         self._slots: list[int] = []
         self._epoch: Epoch | None = None
-        self._region: Region | None = None
         self._seals: Region | None = None
         self._phases: dict[str, float] = {}
+        self.engine: Backend
+        self.layout: Layout
+        self.region: Region
+
+    def connect(self, channel: socket.socket, progress: Progress) -> None:
+        """Meet the driver and the owner."""
+        self._channel = channel
+        self._progress = progress
+        self._owner = OwnerClient.connect(Path(self._spec.owner_socket))
+        self._owner_path = self._spec.owner_socket
 
     def start(self) -> None:
         """Everything slow but the imports."""
+        self.build(self._attach)
+        began = time.monotonic()
+        self.engine.warm_up()
+        self._phases["warm_up_s"] = time.monotonic() - began
+        self._announce()
+
+    def build(self, attach: Callable[[Region, int, Layout | None], Layout]) -> None:
+        """Make the engine; `attach` puts weights under it (`OwnedWeights.attach`)."""
         from belayer.engine import backends
         from belayer.engine.backends.owned_weights import OwnedWeights
 
@@ -76,31 +97,46 @@ class Worker:
         weights = OwnedWeights(
             fill=self._spec.fill, batch_invariant=self._spec.batch_invariant, device=self._spec.device
         )
-        weights.attach = self._attach
+        weights.attach = attach
         began = time.monotonic()
-        self._engine = backends.make(self._spec, weights)
+        self.engine = backends.make(self._spec, weights)
         self._phases["engine_s"] = time.monotonic() - began - self._phases.get("wait_s", 0.0)
+        assert weights.layout is not None and weights.region is not None
+        self.layout, self.region = weights.layout, weights.region
+
+    def revive(self, spec: Spec, channel: socket.socket, progress: Progress, check: Callable[[], None]) -> None:
+        """Go on as the worker of `spec`: this process comes from an image, built and warmed up, without weights.
+
+        `check` looks at the engine once real weights are there; it raises if it must not serve.
+        """
+        self._spec = spec
+        self._phases = {}
+        self.connect(channel, progress)
         began = time.monotonic()
-        self._engine.warm_up()
+        if spec.fill:
+            self._first_epoch(self.region, self.layout, self._copy_checkpoint)
+        else:
+            found = self._attach(self.region, self.layout.nbytes, None)
+            if found != self.layout:
+                raise WeightsError(f"the image was made for layout {self.layout.hash()}, the owner's is {found.hash()}")
+        self._phases["weights_s"] = time.monotonic() - began - self._phases.get("wait_s", 0.0)
+        began = time.monotonic()
+        check()
+        if spec.warm:
+            self.engine.warm_up()  # touches every page that a promotion will need
         self._phases["warm_up_s"] = time.monotonic() - began
-        assert weights.layout is not None and self._epoch is not None
-        self._layout = weights.layout
+        self._announce()
+
+    def _announce(self) -> None:
+        assert self._epoch is not None
         self._progress.mark(Phase.IDLE)
-        self._send(Ready(self._spec.generation, self._layout.hash(), self._epoch, self._phases))
+        self._send(Ready(self._spec.generation, self.layout.hash(), self._epoch, self._phases))
 
     def _attach(self, region: Region, nbytes: int, loaded: Layout | None) -> Layout:
         """Put the owner's clean epoch under `region`; with `loaded`, make that epoch first, from what is there."""
-        self._region = region
+        self.region = region
         if loaded is not None:
-            self._owner.define(loaded)
-            _state, self._slots = self._owner.weights(when_clean=False)
-            dirty = self._owner.begin()
-            target = of(self._spec.device).reserve(region.nbytes, Scratch.NONE)
-            target.place(self._slots[dirty.slot], writable=True)
-            target.copy_from(region)
-            self._epoch = self._owner.commit(dirty.number, digest(loaded, target), self._spec.policy_version)
-            target.close()
-            region.place(self._slots[dirty.slot], writable=False, populate=True)
+            self._first_epoch(region, loaded, lambda target: target.copy_from(region))
             return loaded
         began = time.monotonic()
         state, self._slots = self._owner.weights(when_clean=True, timeout_s=600.0)
@@ -114,9 +150,23 @@ class Worker:
         self._epoch = state.clean
         return state.layout
 
+    def _first_epoch(self, region: Region, layout: Layout, write: Callable[[Region], None]) -> None:
+        """Make the owner's first epoch with what `write` puts into it, and look at it."""
+        self._owner.define(layout)
+        _state, self._slots = self._owner.weights(when_clean=False)
+        dirty = self._owner.begin()
+        target = of(self._spec.device).reserve(region.nbytes, Scratch.NONE)
+        target.place(self._slots[dirty.slot], writable=True)
+        write(target)
+        self._epoch = self._owner.commit(dirty.number, digest(layout, target), self._spec.policy_version)
+        target.close()
+        region.place(self._slots[dirty.slot], writable=False, populate=True)
+
+    def _copy_checkpoint(self, target: Region) -> None:
+        copy_tensors(self.layout, target, checkpoint_tensors(Path(self._spec.model)))
+
     def _verify(self, layout: Layout, epoch: Epoch) -> None:
-        assert self._region is not None
-        found = digest(layout, self._region)
+        found = digest(layout, self.region)
         if found != epoch.digest:
             # the driver may have committed two updates while this ran; a damaged epoch, though, stays as it is
             newest = self._owner.state().clean
@@ -126,35 +176,35 @@ class Worker:
     def run(self) -> None:
         messages: Unpacker[ToWorker] = Unpacker(ToWorker)
         while True:
-            wait = None if not self._engine.busy else 0
+            wait = None if not self.engine.busy else 0
             if select.select([self._channel], [], [], wait)[0]:
                 data = self._channel.recv(1 << 20)
                 if not data:
                     return  # the driver closed the channel: a normal end
                 for message in messages.feed(data):
                     self._handle(message)
-            if self._engine.busy:
+            if self.engine.busy:
                 self._step()
 
     def _step(self) -> None:
-        self._progress.mark(Phase.PREFILL if self._engine.prefilling else Phase.DECODE)
-        chunks = self._engine.step()
+        self._progress.mark(Phase.PREFILL if self.engine.prefilling else Phase.DECODE)
+        chunks = self.engine.step()
         self._progress.mark(Phase.IDLE)
         if chunks:
             assert self._epoch is not None
             self._send(Tokens(self._spec.generation, self._epoch.policy_version, chunks))
-        if self._engine.sealing is not None:
-            self._engine.sealing.seal()
+        if self.engine.sealing is not None:
+            self.engine.sealing.seal()
 
     def _handle(self, message: ToWorker) -> None:
         match message:
             case Submit(work):
                 for item in work:
-                    self._engine.submit(item)
-                if self._engine.sealing is not None and (counts := self._engine.sealing.adopted()) is not None:
+                    self.engine.submit(item)
+                if self.engine.sealing is not None and (counts := self.engine.sealing.adopted()) is not None:
                     self._send(Adopted(self._spec.generation, *counts))
             case Abort(ids):
-                self._engine.abort(ids)
+                self.engine.abort(ids)
             case Activate(layout_hash, epoch, owner_socket):
                 self._activate(layout_hash, epoch, owner_socket)
             case Switch(epoch, owner_socket):
@@ -166,8 +216,8 @@ class Worker:
         began = time.monotonic()
         if self._spec.nice:
             set_nice(0)
-        if layout_hash != self._layout.hash():
-            self._refuse("Activate", f"layout {self._layout.hash()} instead of {layout_hash}")
+        if layout_hash != self.layout.hash():
+            self._refuse("Activate", f"layout {self.layout.hash()} instead of {layout_hash}")
             return
         if not epoch.clean:
             self._refuse("Activate", f"epoch {epoch.number} is dirty")
@@ -176,33 +226,32 @@ class Worker:
             self._use(epoch, owner_socket)
         phases["gate_s"] = time.monotonic() - began
         began = time.monotonic()
-        if self._engine.sealing is None:
+        if self.engine.sealing is None:
             # what a dead worker left in its arena is never read, and what it may still write never reaches anybody
-            fd = self._owner.arena(self._engine.arena.nbytes, fresh=True)
-            self._engine.arena.place(fd, writable=True)
+            fd = self._owner.arena(self.engine.arena.nbytes, fresh=True)
+            self.engine.arena.place(fd, writable=True)
             os.close(fd)
             if self._spec.device != "cpu":  # memory of a GPU comes with whatever was in it before
-                self._engine.arena.forget()
-            self._engine.forget_prefixes()
+                self.engine.arena.forget()
+            self.engine.forget_prefixes()
         else:
-            self._open_sealed(self._engine.sealing, epoch)
+            self._open_sealed(self.engine.sealing, epoch)
         phases["map_s"] = time.monotonic() - began
         self._send(Activated(self._spec.generation, epoch, phases))
 
     def _open_sealed(self, sealing: Sealing, epoch: Epoch) -> None:
         """Map the arena as the dead worker left it; it must be reaped. Only blocks whose seals verify are read."""
-        arena, seals = self._owner.sealed_arena(self._engine.arena.nbytes, sealing.nbytes)
+        arena, seals = self._owner.sealed_arena(self.engine.arena.nbytes, sealing.nbytes)
         self._seals = of("cpu").reserve(sealing.nbytes)
-        for region, fd in ((self._engine.arena, arena), (self._seals, seals)):
+        for region, fd in ((self.engine.arena, arena), (self._seals, seals)):
             region.place(fd, writable=True)
             os.close(fd)
-        self._engine.forget_prefixes()
+        self.engine.forget_prefixes()
         table = self._seals.tensor().numpy().data
-        sealing.open(table, self._layout.hash(), epoch.number)
+        sealing.open(table, self.layout.hash(), epoch.number)
 
     def _use(self, epoch: Epoch, owner_socket: str) -> None:
         """Look at another clean epoch. The addresses stay, so do all pointers; cached KV belongs to the old weights."""
-        assert self._region is not None
         self._progress.mark(Phase.PREFILL)
         if owner_socket != self._owner_path:  # the owner was replaced
             self._owner.close()
@@ -210,11 +259,11 @@ class Worker:
                 os.close(fd)
             self._owner, self._owner_path = OwnerClient.connect(Path(owner_socket)), owner_socket
             _state, self._slots = self._owner.weights(when_clean=False)
-        self._region.place(self._slots[epoch.slot], writable=False, populate=True)
+        self.region.place(self._slots[epoch.slot], writable=False, populate=True)
         self._epoch = epoch
-        self._engine.forget_prefixes()
-        if self._engine.sealing is not None:
-            self._engine.sealing.use_epoch(epoch.number)
+        self.engine.forget_prefixes()
+        if self.engine.sealing is not None:
+            self.engine.sealing.use_epoch(epoch.number)
         self._progress.mark(Phase.IDLE)
 
     def _refuse(self, what: str, reason: str) -> None:
@@ -241,16 +290,26 @@ def _die_of_crashes() -> None:
 
 def run(channel_fd: int, progress_fd: int) -> None:
     """Be a worker until the driver closes the channel; never returns."""
-    channel = socket.socket(fileno=channel_fd)
-    lifeline.hold(progress_fd)
-    spec, _fds = receive_with_fds(channel, Spec)
-    if spec.nice:
-        set_nice(spec.nice)
-    code = 1
-    try:
-        worker = Worker(spec, channel, Progress(progress_fd))
+
+    def main() -> None:
+        channel = socket.socket(fileno=channel_fd)
+        lifeline.hold(progress_fd)
+        spec, _fds = receive_with_fds(channel, Spec)
+        if spec.nice:
+            set_nice(spec.nice)
+        worker = Worker(spec)
+        worker.connect(channel, Progress(progress_fd))
         worker.start()
         worker.run()
+
+    end_with(main)
+
+
+def end_with(main: Callable[[], None]) -> None:
+    """Run `main` and end the process with it, whatever becomes of it; never returns."""
+    code = 1
+    try:
+        main()
         code = 0
     except BaseException:
         traceback.print_exc()
