@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.engine.backends.owned_weights import OwnedWeights
+from belayer.engine.backends.vllm import wide_linear
 from belayer.engine.backends.vllm.invariance import linear_for_any_batch
 from belayer.errors import WeightsError
 
@@ -45,10 +46,16 @@ class OwnerLoader(BaseModelLoader):
             _current.take(model, lambda: disk.get_all_weights(model_config, model))
             process_weights_after_loading(model, model_config, torch.device("cpu"))
         if _current.batch_invariant:
-            for module in model.modules():
-                if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = linear_for_any_batch  # pyright: ignore[reportArgumentType]
+            _use_linear(model, linear_for_any_batch)
+        elif wide_linear.needed(model_config.dtype):
+            _use_linear(model, wide_linear.linear_through_float32)
         return model.eval()
+
+
+def _use_linear(model: torch.nn.Module, function: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = function  # pyright: ignore[reportArgumentType]
 
 
 def use_plain_matmul() -> None:
