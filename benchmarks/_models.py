@@ -29,6 +29,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     inner: int
     positions: int
     max_model_len: int
+    max_num_seqs: int
     kv_bytes: int
     max_tokens: int
 

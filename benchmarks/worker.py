@@ -97,6 +97,7 @@ async def _stage(stack: AsyncExitStack, model: Model, adopt: bool) -> Stage:
         model=folder(model),
         dtype=model.dtype,  # pyright: ignore[reportArgumentType]
         max_model_len=model.max_model_len,
+        max_num_seqs=model.max_num_seqs,
         kv_bytes=model.kv_bytes,
         **changes,
     )
