@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,23 @@ def make_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(dict(random_weights(tied=tied, seed=seed)), folder / "model.safetensors")
     return folder
+
+
+def byte_tokenizer(size: int) -> Any:
+    """A tokenizer of `size` tokens: every byte by its own number, then pairs of letters, then "<|end|>"."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}  # GPT-2 writes the others from U+0100 on
+    rest = itertools.count(256)
+    spelt = [chr(byte if byte in printable else next(rest)) for byte in range(256)]
+    letters = [spelt[byte] for byte in b"abcdefghijklmnopqrstuvwxyz \n.,-"]
+    pairs = list(itertools.product(letters, letters))[: size - 257]
+    vocabulary = {piece: number for number, piece in enumerate([*spelt, *(a + b for a, b in pairs)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
 
 
 def random_weights(*, tied: bool = False, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

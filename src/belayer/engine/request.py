@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one completion are chosen.
 
     `max_tokens` counts the whole completion, tokens of `GenerationRequest.resume_ids` included. `temperature` 0 is
-    greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off. Filters apply in the order temperature,
-    min-p, top-k, top-p. Noise is drawn from (seed, position in the completion) and from nothing else, so two requests
-    that shall differ need different seeds. A token of `stop_token_ids` ends the completion and is part of it; there
-    is no implicit end-of-sequence token.
+    greedy.
+
+    `repetition_penalty` divides positive and multiplies negative logits of every token of prompt and completion; 1 is
+    off. `frequency_penalty` times a token's count in the completion, and `presence_penalty` if it is there at all, are
+    subtracted; 0 is off. (Definitions of vLLM and of the OpenAI API.) `top_k` 0, `top_p` 1 and `min_p` 0 switch those
+    filters off. The order is: penalties, temperature, min-p, top-k, top-p.
+
+    A token of `stop_token_ids` ends the completion and is part of it; there is no implicit end-of-sequence token. So
+    does the token that completes one of the strings `stop` in the completion's text, special tokens written out; the
+    model folder must hold a tokenizer.
+
+    Noise is drawn from (seed, position in the completion) and from nothing else. Two requests with equal prompts and
+    equal seeds therefore give equal completions: the members of a group need seeds of their own.
+
+    `n`, `structured` and `top_logprobs` exist to be refused with a reason: several completions of one request, output
+    held to a grammar or schema, and logprobs of tokens that were not chosen would not survive a resumption as they are.
     """
 
     max_tokens: int
@@ -23,16 +36,72 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    structured: Any = None
+    top_logprobs: int = 0
+
+    def problem(self) -> str | None:
+        """Why no engine of ours can honour this, in one sentence, or None."""
+        for name, (range_, fits) in _CHECKS.items():
+            if not fits(getattr(self, name)):
+                return f"{name} is {getattr(self, name)!r}, but must be {range_}"
+        if self.n != 1:
+            return "n must be 1: send as many requests, each with a seed of its own; their prompt is computed once"
+        if self.structured is not None:
+            return "structured output is not offered: the state of a grammar would be lost when a worker is replaced"
+        if self.top_logprobs:
+            return "top_logprobs is not offered: the journal holds the chosen tokens' logprobs"
+        return None
+
+
+def _number(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
+    # bool is an int to Python, but True as a temperature is a mistake; no comparison holds for NaN
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and fits(value)
+
+
+def _whole(fits: Callable[[int], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and fits(value)
+
+
+def _all_of(value: Any, kind: type, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple | list) and all(type(item) is kind and fits(item) for item in value)
+
+
+_INFINITY = float("inf")
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_tokens": ("at least 1", _whole(lambda v: v >= 1)),
+    "seed": ("in [0, 2**64)", _whole(lambda v: 0 <= v < 1 << 64)),
+    "temperature": ("0 or greater, and finite", _number(lambda v: 0 <= v < _INFINITY)),
+    "top_k": ("0 (off) or greater", _whole(lambda v: v >= 0)),
+    "top_p": ("in (0, 1]", _number(lambda v: 0 < v <= 1)),
+    "min_p": ("in [0, 1]", _number(lambda v: 0 <= v <= 1)),
+    "repetition_penalty": ("greater than 0, and finite", _number(lambda v: 0 < v < _INFINITY)),
+    "presence_penalty": ("in [-2, 2]", _number(lambda v: -2 <= v <= 2)),
+    "frequency_penalty": ("in [-2, 2]", _number(lambda v: -2 <= v <= 2)),
+    "stop_token_ids": ("token ids", lambda v: _all_of(v, int, lambda item: item >= 0)),
+    "stop": ("strings that are not empty", lambda v: _all_of(v, str, bool)),
+    "n": ("at least 1", _whole(lambda v: v >= 1)),
+    "top_logprobs": ("0 or greater", _whole(lambda v: v >= 0)),
+}
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """One completion to make. `resume_ids` are tokens of it that the journal holds already."""
+    """One completion to make. `resume_ids` are tokens of it that the journal holds already.
+
+    `trajectory` names the conversation that this is a turn of; it matters where a trajectory must not span policy
+    versions. Without it the request is a trajectory of its own.
+    """
 
     id: str
     prompt_ids: list[int]
     sampling: Sampling
     resume_ids: list[int] = []
+    trajectory: str = ""
 
 
 class TokenChunk(msgspec.Struct, kw_only=True):

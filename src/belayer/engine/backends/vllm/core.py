@@ -24,7 +24,7 @@ from belayer.engine.backends.owned_weights import OwnedWeights
 from belayer.engine.backends.vllm import loader
 from belayer.engine.backends.vllm.blocks import KvBlocks
 from belayer.engine.backends.vllm.invariance import use_one_attention_tile
-from belayer.engine.backends.vllm.sampling import OFFSET, SAMPLING, CounterSampling
+from belayer.engine.backends.vllm.sampling import CounterSampling, extra_args
 from belayer.engine.backends.vllm.sealing import VllmSealing
 from belayer.engine.memory.host import Region
 from belayer.engine.request import Sampling
@@ -126,7 +126,7 @@ class VllmBackend:
             detokenize=False,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={SAMPLING: sampling, OFFSET: done} if sampling.temperature > 0 else None,
+            extra_args=extra_args(sampling, done),
         )
         request = EngineCoreRequest(
             request_id=work.id,
