@@ -1,8 +1,8 @@
 """bfloat16 matrix products on processors without instructions for them.
 
 There torch multiplies bfloat16 row by row: 7 GFlop/s on two cores, against 50 to 60 through float32 (AVX2, torch
-2.13), and prefill is made of such products. So blocks of the weights are widened, multiplied in float32 and rounded once
-at the end, which is at least as exact. Nothing is kept: an update of the weights is seen by the next product.
+2.13), and prefill is made of such products. So blocks of the weights are widened, multiplied in float32 and rounded
+once at the end, which is at least as exact. Nothing is kept: an update of the weights is seen by the next product.
 """
 
 from __future__ import annotations
