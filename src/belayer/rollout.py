@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import msgspec
 
 from belayer import events
-from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk
-from belayer.errors import BelayerError, ReplayDivergence, RequestRefused
+from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk, TokenSink
+from belayer.errors import BelayerError, ReplayDivergence, RequestRefused, TurnRestarted
 from belayer.journal import Call, History, Journal
-from belayer.journal.records import TokensAppended, ValueDrawn
+from belayer.journal.records import TokensAppended, TurnVoided, ValueDrawn
 from belayer.recovery import EnvironmentKeeper, RestartFunction
 from belayer.recovery.actions import Action, Exec, Exists, Failed, Read, Shell, Write, asked, from_journal, host_file
 from belayer.sandbox import ExecResult
@@ -237,21 +237,58 @@ class Rollout:
 
     async def _generate(self, text: str, sampling: Sampling) -> Call:
         number = self._next
-        call = self._history.calls[number] if number < len(self._history.calls) else None
-        resume = list(call.ids) if call else []
-        request = GenerationRequest(
-            id=f"{self.id}.{self.attempt}.{number}.{self._history.truncations}",
-            prompt_ids=self._history.context(number),
-            sampling=sampling,
-            resume_ids=resume,
-        )
-        if not request.prompt_ids:
+        self._void_if_older(number)
+        started, begun = time.time(), time.perf_counter()
+        self._environment.bubble_begins()
+        made = 0
+        while True:
+            resume = self._resumable(number)
+            try:
+                await self._engine.generate(self._request(number, sampling, resume), self._journal_first(number, text))
+                break
+            except TurnRestarted as restarted:
+                made += len(self._resumable(number)) - len(resume)
+                self._void(number, restarted.what)
+        wall_s = time.perf_counter() - begun
+        self._environment.bubble_ends(wall_s)
+        call = self._history.calls[number]
+        self._next = number + 1
+        made += len(call.ids) - len(resume)
+        self._emit(events.GENERATE, turn=self._turns, tokens=made, start=started, wall_s=wall_s)
+        return call
+
+    def _resumable(self, number: int) -> list[int]:
+        """What the journal holds of the turn `number`."""
+        return list(self._history.calls[number].ids) if number < len(self._history.calls) else []
+
+    def _void_if_older(self, number: int) -> None:
+        """A turn that a driver's end cut off must not go on with other weights where turns may not span versions."""
+        if self._engine.version_policy == "allow" or not self._resumable(number):
+            return
+        begun_with, serving = self._history.calls[number].versions[0], self._engine.policy_version
+        if begun_with != serving:
+            self._void(number, f"begun with policy version {begun_with}, resumed with {serving}")
+
+    def _void(self, number: int, reason: str) -> None:
+        if number < len(self._history.calls):  # otherwise it had no token yet
+            self._journal.record(TurnVoided(rollout=self.id, attempt=self.attempt, call=number, reason=reason))
+
+    def _request(self, number: int, sampling: Sampling, resume: list[int]) -> GenerationRequest:
+        prompt = self._history.context(number)
+        if not prompt:
             raise RequestRefused(
                 "generate before any observe: the context is empty", next_step="observe a prompt first"
             )
-        started, begun = time.time(), time.perf_counter()
+        return GenerationRequest(
+            id=f"{self.id}.{self.attempt}.{number}.{self._history.truncations}",
+            prompt_ids=prompt,
+            sampling=sampling,
+            resume_ids=resume,
+            trajectory=f"{self.id}.{self.attempt}",
+        )
 
-        def journal_first(chunk: TokenChunk) -> None:
+    def _journal_first(self, number: int, text: str) -> TokenSink:
+        def journal(chunk: TokenChunk) -> None:
             self._journal.record(
                 TokensAppended(
                     rollout=self.id,
@@ -266,14 +303,7 @@ class Rollout:
                 )
             )
 
-        self._environment.bubble_begins()
-        await self._engine.generate(request, journal_first)
-        wall_s = time.perf_counter() - begun
-        self._environment.bubble_ends(wall_s)
-        call = self._history.calls[number]
-        self._next = number + 1
-        self._emit(events.GENERATE, turn=self._turns, tokens=len(call.ids) - len(resume), start=started, wall_s=wall_s)
-        return call
+        return journal
 
     def _turn(self, call: Call) -> Turn:
         text = self.tokenizer.decode(call.ids) if self.tokenizer else ""

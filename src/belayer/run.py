@@ -326,6 +326,7 @@ class Run:
             raise
         finally:
             del self.keepers[rollout_id]
+            await self.engine.end_trajectory(f"{rollout_id}.{history.attempt}")
             await keeper.close(keep_checkpoints=stopped)
 
     def _check_task(self, rollout_id: str, task: Any) -> None:

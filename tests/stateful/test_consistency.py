@@ -198,6 +198,9 @@ class ModelSandboxes:
 class ModelEngine:
     """Tokens are a pure function of (seed, position, prompt), in chunks of one or two."""
 
+    version_policy = "allow"
+    policy_version = 3
+
     def __init__(self, chaos: Chaos, vocabulary: int) -> None:
         self.chaos, self.vocabulary = chaos, vocabulary
 
@@ -226,6 +229,9 @@ class ModelEngine:
     def _token(self, request, position):
         text = repr((request.sampling.seed, position, request.prompt_ids))
         return hashlib.sha256(text.encode()).digest()[0] % self.vocabulary
+
+    async def end_trajectory(self, name):
+        pass
 
     async def close(self):
         pass

@@ -12,12 +12,13 @@ from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
 from belayer.engine._model_folder import ModelFacts
+from belayer.engine._owner_care import OwnerCare
 from belayer.engine._recovery_clock import RecoveryClock
 from belayer.engine._wire import (
     Activate,
     Activated,
     Adopted,
-    Epoch,
+    Damaged,
     FromWorker,
     Ready,
     Refusal,
@@ -26,16 +27,14 @@ from belayer.engine._wire import (
     Switched,
     Tokens,
 )
+from belayer.engine.lifecycle import ProcessState
 from belayer.engine.memory.host import may_lower_nice
-from belayer.engine.owner.process import OwnerProcess
-from belayer.engine.weights.epochs import Epochs
 from belayer.engine.workers.child import environment
 from belayer.engine.workers.link import WorkerLink
 from belayer.engine.workers.nursery_link import NurseryLink
-from belayer.errors import EngineError, EngineUnavailable, OwnerLost, WeightsError
+from belayer.errors import EngineError, EngineUnavailable
 from belayer.ownership import RunLabel
 
-HEALTH_TIMEOUT_S = 1.0
 FENCE_TIMEOUT_S = 10.0
 STANDBY_NICE = 10
 NURSERY_ATTEMPTS = 2
@@ -45,18 +44,17 @@ class Fleet:
     """Owner, worker and shadow.
 
     `on_tokens` gets every step's outcome of the serving worker; `on_route` is called when a worker begins to serve and
-    needs its requests, and returns how many it was given; `on_lost` when no worker can serve any more.
+    needs its requests, and returns how many it was given; `on_fenced` when a generation's words count no more;
+    `on_lost` when no worker can serve any more.
     """
 
     def __init__(self, config: EngineConfig, model: ModelFacts, label: RunLabel, events: ev.EventSink, log_dir: Path):
         self._config = config
         self._model = model
-        self._label = label
         self._events = events
         self._log_dir = log_dir
         self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
         self._generation = 0
-        self._owners = 0
         self._nurseries = 0
         self._spawning = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,19 +67,18 @@ class Fleet:
         )
         self.clock = RecoveryClock()
         self.links: dict[int, WorkerLink] = {}
-        self.owner: OwnerProcess
+        self.owner = OwnerCare(config, model, label, self._env, log_dir, events)
+        self.owner.on_lost = lambda: self.tell(sv.OwnerLost())
+        self.owner.on_fault = lambda fault, how, text: self.report_fault(fault, how, text, False)
         self.nursery: NurseryLink
-        self.epochs: Epochs | None = None
-        self.clean: Epoch | None = None
-        self.owner_usable = asyncio.Event()
         self.changed = asyncio.Condition()  # notified whenever a link or the supervisor's state changed
         self.failure: EngineError | None = None
         self.stale_tokens = 0
         self.on_tokens: Callable[[Tokens], None]
         self.on_route: Callable[[WorkerLink], int]
+        self.on_fenced: Callable[[int], None]
         self.on_lost: Callable[[EngineError], None]
         self._preparing = asyncio.Lock()
-        self.writing = False  # an epoch is being written
         self.before_serving: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -89,8 +86,7 @@ class Fleet:
         """Start everything and wait until a worker serves. Raises `EngineUnavailable` with the worker's last words."""
         self._policy_version = policy_version
         self.nursery = self._new_nursery()
-        self.owner = self._new_owner()
-        await self.owner.wait_ready(self._config.start_timeout_s)
+        await self.owner.start()
         for action in self.supervisor.begin():
             self._do(action)
         self._set_timer()
@@ -115,10 +111,7 @@ class Fleet:
         await asyncio.gather(*(link.fence(FENCE_TIMEOUT_S) for link in self.links.values()))
         if hasattr(self, "nursery"):
             await self.nursery.close()
-        if hasattr(self, "owner"):
-            await self.owner.close()
-        if self.epochs is not None:
-            await asyncio.to_thread(self.epochs.close)
+        await self.owner.close()
         await self._notify()
 
     @property
@@ -161,8 +154,10 @@ class Fleet:
                 self._run(self._fence(generation))
             case sv.CheckOwner():
                 self._run(self._check_owner())
-            case sv.ReplaceOwner():
-                self._run(self._replace_owner())
+            case sv.CheckDevice():
+                self._run(self._check_device())
+            case sv.ReplaceOwner(cause):
+                self._run(self._replace_owner(cause))
             case sv.Activate(generation):
                 self._activate(generation)
             case sv.Route(generation):
@@ -228,7 +223,8 @@ class Fleet:
             max_num_seqs=self._config.max_num_seqs,
             kv_bytes=self._config.kv_bytes,
             batch_invariant=self._config.batch_invariant and self._config.dtype == "float32",
-            owner_socket=str(self.owner.path),
+            owner_socket=self.owner.address,
+            device=self._config.device,
             fill=fill,
             adopt_sealed_blocks=self._config.adopt_sealed_blocks,
             policy_version=self._policy_version,
@@ -246,12 +242,15 @@ class Fleet:
             self.report_fault("nursery.exit", "pidfd", f"the nursery ended: {how}", False)
 
     def _activate(self, generation: int) -> None:
-        assert self.clean is not None and self.epochs is not None
+        assert self.owner.clean is not None and self.owner.epochs is not None
         self.clock.mark("check_s" if self.supervisor.how == "promotion" else "start_s")
-        self.links[generation].send(Activate(self.epochs.layout_hash, self.clean, str(self.owner.path)))
+        link = self.links[generation]
+        link.life.to(ProcessState.ACTIVATING)
+        link.send(Activate(self.owner.epochs.layout_hash, self.owner.clean, self.owner.address))
 
     def _route(self, generation: int) -> None:
         link = self.links[generation]
+        link.life.to(ProcessState.SERVING)
         link.role = "worker"
         self._emit_process(link, "serving")
         if self.on_route(link) == 0:
@@ -283,45 +282,34 @@ class Fleet:
             self.stale_tokens += stale
             data = {"generation": generation, "count": stale}
             self._events(ev.Event(kind=ev.STALE_DROPPED, subject="worker", data=data))
+        self.on_fenced(generation)
         self.clock.mark("fence_s")
         self.tell(sv.Fenced(generation))
-        if not await link.reaped(FENCE_TIMEOUT_S):
+        if not await link.reaped(FENCE_TIMEOUT_S):  # what it holds is not ours to use; nobody waits for it
             text = f"worker {generation} (process {link.child.pid}) is fenced, but its memory is not free yet"
             self.report_fault("worker.unreaped", "pidfd", text, False)
         await link.reaped(self._config.start_timeout_s)
         self.links.pop(generation, None)
 
     async def _check_owner(self) -> None:
-        reason = await self.owner.unfit(self.clean, self.writing, HEALTH_TIMEOUT_S)
+        reason = await self.owner.unfit()
         self.clock.mark("health_s")
         self.tell(sv.OwnerChecked(reason))
 
-    async def _replace_owner(self) -> None:
-        self.owner_usable.clear()
-        try:
-            if self.clean is None or self.epochs is None:
-                raise WeightsError("there are no weights to fill a new owner with")
-            await self.owner.close()
-            owner = self._new_owner()
-            await owner.wait_ready(self._config.start_timeout_s)
-            self.clean = await asyncio.to_thread(self.epochs.move_to, owner.client, self.clean)
-            self.owner = owner
-        except (OwnerLost, WeightsError, OSError) as error:
-            self.tell(sv.OwnerReplaced(str(error)))
-            return
-        self.clock.mark("owner_s")
-        self.owner_usable.set()
-        if self.serving is not None:  # the same weights, in memory that later updates reach
-            self.bring_up_to_date(self.serving)
-        self.tell(sv.OwnerReplaced(None))
+    async def _check_device(self) -> None:
+        reason = await self.owner.device_unfit()
+        if reason is not None:
+            self.report_fault("device.unfit", "health check", reason, False)
+        self.clock.mark("device_s")
+        self.tell(sv.DeviceChecked(reason))
 
-    def _new_owner(self) -> OwnerProcess:
-        self._owners += 1
-        owner = OwnerProcess(self._label, self._owners, self._env, self._log_dir)
-        owner.child.on_exit(lambda how: self._on_owner_exit(owner, how))
-        data = {"pid": owner.child.pid, "state": "started"}
-        self._events(ev.Event(kind=ev.OWNER_STATE, subject="owner", data=data))
-        return owner
+    async def _replace_owner(self, cause: sv.Cause) -> None:
+        reason = await self.owner.replace(cause)
+        if reason is None:
+            self.clock.mark("owner_s")
+            if self.serving is not None:  # the same weights, in memory that later updates reach
+                self.bring_up_to_date(self.serving)
+        self.tell(sv.OwnerReplaced(reason))
 
     def _give_up(self, reason: str) -> None:
         next_step = f"the whole output of each process is in {self._log_dir}"
@@ -351,6 +339,8 @@ class Fleet:
             case Switched(_, epoch):
                 link.epoch = epoch
                 self._run(self._notify())
+            case Damaged(generation, number, reason):
+                self._on_damaged(generation, number, reason)
             case Adopted(generation, blocks, tokens, refused):
                 data = {"generation": generation, "blocks": blocks, "tokens": tokens, "refused": refused}
                 self._events(ev.Event(kind=ev.KV_ADOPTED, subject="worker", data=data))
@@ -362,12 +352,7 @@ class Fleet:
 
     async def _on_ready(self, link: WorkerLink) -> None:
         async with self._preparing:  # two workers may become ready together
-            if self.epochs is None:
-                state = await asyncio.to_thread(self.owner.client.state)
-                assert state.layout is not None and state.clean is not None
-                self.clean = state.clean
-                self.epochs = Epochs(self.owner.client, state.layout, tied=self._model.tied)
-                self.owner_usable.set()
+            await self.owner.adopt_first_epoch()
             if self.before_serving is not None:
                 before, self.before_serving = self.before_serving, None
                 try:
@@ -380,8 +365,14 @@ class Fleet:
 
     def bring_up_to_date(self, link: WorkerLink) -> None:
         """Tell a ready worker about the clean epoch if it looks at another one."""
-        if link.ready and self.clean is not None and link.epoch != self.clean:
-            link.send(Switch(self.clean, str(self.owner.path)))
+        if link.ready and self.owner.clean is not None and link.epoch != self.owner.clean:
+            link.send(Switch(self.owner.clean, self.owner.address))
+
+    def _on_damaged(self, generation: int, number: int, reason: str) -> None:
+        if self.owner.clean is None or self.owner.clean.number != number:
+            return  # that epoch serves nobody any more
+        self.report_fault("weights.damaged", "digest", f"worker {generation}: {reason}", self.serving is not None)
+        self.tell(sv.WeightsDamaged(reason))
 
     def _on_death(self, link: WorkerLink) -> None:
         """A worker or shadow that was ready can do nothing more. How it ended is known once it is reaped."""
@@ -406,19 +397,6 @@ class Fleet:
             text += f"\n{link.child.log_tail()}"
         self.report_fault(f"{link.role}.exit", "pidfd", text, serving)
         self.tell(sv.Died(generation, text))
-
-    def _on_owner_exit(self, owner: OwnerProcess, how: str) -> None:
-        if self._closing or owner is not getattr(self, "owner", owner):
-            return
-        self._events(ev.Event(kind=ev.OWNER_STATE, subject="owner", data={"pid": owner.child.pid, "state": how}))
-        self.report_fault("owner.exit", "pidfd", f"the owner ended: {how}", False)
-        self.owner_lost(owner)
-
-    def owner_lost(self, owner: OwnerProcess) -> None:
-        """`owner` is dead or does not answer; nothing happens if it has been replaced already."""
-        if owner is self.owner and self.owner_usable.is_set():
-            self.owner_usable.clear()
-            self.tell(sv.OwnerLost())
 
     def report_fault(self, fault: str, how: str, text: str, serving: bool, detect_s: float | None = None) -> None:
         data: dict[str, Any] = {"fault": fault, "how": how, "reason": text}

@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from belayer import events as ev
-from belayer.config import EngineConfig
+from belayer.config import EngineConfig, VersionPolicy
 from belayer.engine import supervisor as sv
 from belayer.engine._fleet import Fleet
 from belayer.engine._model_folder import ModelFacts, inspect
-from belayer.engine._wire import Abort, Epoch, Submit, Tokens, Work
+from belayer.engine._owner_care import WeightsSource
+from belayer.engine._wire import Abort, Chunk, Epoch, Submit, Tokens
+from belayer.engine.lifecycle import RequestState
 from belayer.engine.request import GenerationRequest, TokenChunk, TokenSink, WeightsEpoch
+from belayer.engine.requests import Flight, Requests, Verdict
+from belayer.engine.stopping import Stopping, StopWatch, already_finished
+from belayer.engine.version_gate import VersionGate
+from belayer.engine.weights.checkpoint_files import checkpoint_tensors
 from belayer.engine.workers.hang import HangDetector
 from belayer.engine.workers.link import WorkerLink
-from belayer.errors import EngineError, EngineUnavailable, OwnerLost, RequestRefused, WeightsError
+from belayer.errors import EngineError, EngineUnavailable, RequestRefused, TurnRestarted, WeightsError
+from belayer.faults.failpoints import hit
 from belayer.ownership import RunLabel
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Engine"]
-
-OWNER_ATTEMPTS = 3
-
-
-class _Flight:
-    """A request in flight: the only thing the driver remembers of it is what the caller's sink has been given."""
-
-    def __init__(self, key: str, request: GenerationRequest, sink: TokenSink) -> None:
-        self.key = key
-        self.request = request
-        self.sink = sink
-        self.done_ids = list(request.resume_ids)
-        self.finished: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def work(self) -> Work:
-        return Work(self.key, self.request.prompt_ids, self.done_ids, self.request.sampling)
-
-    @property
-    def length(self) -> int:
-        return len(self.request.prompt_ids) + len(self.done_ids)
 
 
 class Engine:
@@ -59,17 +45,16 @@ class Engine:
         self._config = config
         self._model = model
         self._events = events
-        # By a key of their own that no two calls share: a worker that has not heard of a cancellation yet still sends
-        # tokens, and they must not be taken for those of a new request with the same id.
-        self._flights: dict[str, _Flight] = {}
-        self._keys = itertools.count(1)
-        self._rebuilding: set[str] = set()
+        self._requests = Requests(time.monotonic)
+        self._gate = VersionGate(config.version_policy)
+        self._stopping = Stopping(model.path)
         self._updating = asyncio.Lock()
         self._updates: set[asyncio.Task[WeightsEpoch]] = set()
         self._closed = False
         self._fleet = Fleet(config, model, label, events, log_dir)
         self._fleet.on_tokens = self._on_tokens
         self._fleet.on_route = self._on_route
+        self._fleet.on_fenced = self._requests.take_back
         self._fleet.on_lost = self._on_lost
         self._hangs = HangDetector(config.hang_s, config.prefill_hang_s, self._watched, self._on_hang)
 
@@ -82,23 +67,31 @@ class Engine:
         events: ev.EventSink = ev.ignore,
         policy_version: int = 0,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+        source: WeightsSource | None = None,
         log_dir: Path | None = None,
     ) -> Engine:
         """Start owner, worker and shadow and return when the worker serves; the shadow arms in the background.
 
         `weights` replace the checkpoint's values before the first token; `policy_version` is the number they carry.
+        `source` is asked for the tensors of the current policy version when those in memory turn out to be damaged;
+        without it the engine can only go back to the model folder, as long as that is what it serves.
         Raises `ConfigError` for a model folder or setting that cannot work, before anything is started, and
         `EngineUnavailable`, with the end of the worker's log, when the worker does not come up.
         """
         model = inspect(config)
         engine = cls(config, model, label, events, log_dir or label.dir / "engine")
+        fleet = engine._fleet
+        if source is not None:
+            fleet.owner.source = source
+        elif weights is None:
+            fleet.owner.source = lambda version: _from_folder(model.path, version, policy_version)
         if weights is not None:
-            given = weights
+            content = list(weights)
 
             async def before_serving() -> None:
-                await engine._write_epoch(given, policy_version)
+                await fleet.owner.write(content, policy_version, engine._deadline())
 
-            engine._fleet.before_serving = before_serving
+            fleet.before_serving = before_serving
         try:
             await engine._fleet.start(policy_version)
         except BaseException:
@@ -130,7 +123,10 @@ class Engine:
         worker serves any more.
         """
         self._check(request)
-        if (reason := _already_finished(request)) is not None:
+        watch = await self._stopping.watch(request)
+        if watch is not None:
+            self._check(request)  # time has passed
+        if (reason := already_finished(request, watch)) is not None:
             on_tokens(
                 TokenChunk(
                     request_id=request.id,
@@ -142,18 +138,32 @@ class Engine:
                 )
             )
             return reason
-        flight = _Flight(f"{next(self._keys)}:{request.id}", request, on_tokens)
-        self._flights[flight.key] = flight
-        if (link := self._fleet.serving) is not None:
-            link.send(Submit([flight.work()]))
+        trajectory = request.trajectory or request.id
+        await self._gate.enter(trajectory)
         try:
-            return await flight.finished
-        except asyncio.CancelledError:
-            self._abort(flight.key)
-            raise
+            self._check(request)  # much may have happened at the gate
+            return await self._complete(request, on_tokens, watch)
         finally:
-            self._flights.pop(flight.key, None)
-            self._has_token(flight.key)
+            await self._gate.leave(trajectory, ended=not request.trajectory)
+
+    async def _complete(self, request: GenerationRequest, on_tokens: TokenSink, watch: StopWatch | None) -> str:
+        flight = self._requests.add(request, on_tokens)
+        flight.watch = watch
+        flight.outcome = asyncio.get_running_loop().create_future()
+        if (link := self._fleet.serving) is not None:
+            link.send(Submit([self._requests.give(flight, link.generation)]))
+        try:
+            return await flight.outcome
+        except asyncio.CancelledError:
+            self._drop(flight, RequestState.CANCELLED)
+            raise
+
+    async def end_trajectory(self, name: str) -> None:
+        """Say that the trajectory `name` (`GenerationRequest.trajectory`) makes no more requests.
+
+        Under `version_policy = "finish_on_old"` an update of the weights waits for this.
+        """
+        await self._gate.end(name)
 
     def _check(self, request: GenerationRequest) -> None:
         if self._closed:
@@ -162,11 +172,13 @@ class Engine:
             raise self._fleet.failure
         sampling = request.sampling
         problem = None
-        if any(flight.request.id == request.id for flight in self._flights.values()):
+        if self._requests.has(request.id):
             problem = "a request with this id is in flight"
         elif not request.prompt_ids:
             problem = "the prompt is empty"
-        elif sampling.max_tokens < 1 or sampling.max_tokens < len(request.resume_ids):
+        elif (unsuitable := sampling.problem()) is not None:
+            problem = unsuitable
+        elif sampling.max_tokens < len(request.resume_ids):
             problem = f"max_tokens is {sampling.max_tokens} and {len(request.resume_ids)} tokens are there already"
         elif len(request.prompt_ids) + len(request.resume_ids) >= self._config.max_model_len:
             problem = (
@@ -180,109 +192,148 @@ class Engine:
             < self._model.vocab_size
         ):
             problem = f"token ids must be in [0, {self._model.vocab_size})"
-        elif sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
-            problem = "temperature must be >= 0, top_p in (0, 1], min_p in [0, 1]"
-        elif sampling.top_k < 0:
-            problem = "top_k must be >= 0"
-        elif not 0 <= sampling.seed < 1 << 64:
-            problem = "seed must be in [0, 2**64)"
         if problem:
             raise RequestRefused(f"request {request.id}: {problem}")
 
-    def _abort(self, key: str) -> None:
-        if (link := self._fleet.serving) is not None:
-            link.send(Abort([key]))
+    def _drop(self, flight: Flight, how: RequestState) -> None:
+        """A request ends before its worker is done with it."""
+        if flight.generation is not None and (link := self._fleet.serving) is not None:
+            link.send(Abort([flight.key]))
+        self._end(flight, how)
 
-    def _has_token(self, key: str) -> None:
+    def _end(self, flight: Flight, how: RequestState) -> None:
+        self._requests.end(flight, how)
+        self._check_rebuilt()
+
+    def _check_rebuilt(self) -> None:
         """A request that had to be rebuilt is: it has a token, or nobody waits for one any more."""
-        if key in self._rebuilding:
-            self._rebuilding.discard(key)
-            if not self._rebuilding and self._fleet.supervisor.serving is not None:
-                self._fleet.rebuilt(self._fleet.supervisor.serving)
+        if self._requests.rebuilt and self._fleet.supervisor.serving is not None:
+            self._fleet.rebuilt(self._fleet.supervisor.serving)
 
     def _on_tokens(self, message: Tokens) -> None:
         for made in message.chunks:
-            key, token_ids, reason = made.id, made.token_ids, made.finish_reason
-            flight = self._flights.get(key)
-            if flight is None or flight.finished.done():
+            verdict, flight = self._requests.judge(message.generation, message.policy_version, made)
+            if flight is None:
                 continue  # it was cancelled, and the worker had not heard of it yet
-            chunk = TokenChunk(
-                request_id=flight.request.id,
-                start=len(flight.done_ids),
-                token_ids=token_ids,
-                logprobs=made.logprobs,
-                weights_version=message.policy_version,
-                finish_reason=reason,
-            )
-            flight.done_ids += token_ids
-            try:
-                flight.sink(chunk)
-            except Exception as error:
-                flight.finished.set_exception(error)
-                if reason is None:
-                    self._abort(key)
-                continue
-            self._fleet.clock.first_token()
-            self._has_token(key)
-            if reason is not None:
-                flight.finished.set_result(reason)
+            if verdict is Verdict.BROKEN:
+                text = f"worker {message.generation} sent token {made.start} of a request that has {flight.length}"
+                self._fleet.report_fault("worker.protocol", "token positions", text, True)
+                self._fleet.tell(sv.Refused(message.generation, text))
+                return
+            self._deliver(flight, made, message.policy_version)
+
+    def _deliver(self, flight: Flight, made: Chunk, policy_version: int) -> None:
+        ends, count = made.finish_reason, len(made.token_ids)
+        if flight.watch is not None and (last := flight.watch.feed(made.token_ids)) is not None:
+            ends, count = "stop", last + 1
+        chunk = TokenChunk(
+            request_id=flight.request.id,
+            start=made.start,
+            token_ids=made.token_ids[:count],
+            logprobs=made.logprobs[:count],
+            weights_version=policy_version,
+            finish_reason=ends,
+        )
+        try:
+            flight.sink(chunk)
+        except Exception as error:
+            flight.outcome.set_exception(error)
+            self._drop(flight, RequestState.FAILED)
+            return
+        self._fleet.clock.first_token()
+        if ends is not None:
+            flight.outcome.set_result(ends)
+            (self._end if made.finish_reason is not None else self._drop)(flight, RequestState.FINISHED)
+        else:
+            self._check_rebuilt()
 
     def _on_route(self, link: WorkerLink) -> int:
-        """Give a new worker every request in flight, those that need the least prefill first."""
-        flights = sorted((f for f in self._flights.values() if not f.finished.done()), key=lambda f: f.length)
-        self._rebuilding = {flight.key for flight in flights}
-        if flights:
-            link.send(Submit([flight.work() for flight in flights]))
-        return len(flights)
+        """Give a new worker every request in flight."""
+        work = self._requests.give_all(link.generation)
+        if work:
+            link.send(Submit(work))
+        return len(work)
 
     def _on_lost(self, error: EngineError) -> None:
-        for flight in list(self._flights.values()):
-            if not flight.finished.done():
-                flight.finished.set_exception(error)
+        for flight in self._requests:
+            flight.outcome.set_exception(error)
+            self._requests.end(flight, RequestState.FAILED)
 
     # -- weights ------------------------------------------------------------------------------------------------------
     async def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> WeightsEpoch:
         """Serve other weights from the next step on, without restarting anything.
 
-        `tensors` carry the names of the model folder; what is not named keeps its value. They are written into the
-        next epoch, which is committed with its digest in one step; then worker and shadow switch. A failure before
-        the commit leaves the old epoch serving. Requests in flight go on: their KV is rebuilt with the new weights.
+        `tensors` carry the names of the model folder; what is not named keeps its value. They are written tensor by
+        tensor into the next epoch, which is committed with its digest in one step; then worker and shadow switch. A
+        failure before the commit leaves the old epoch serving. What becomes of trajectories that have begun is the
+        config's `version_policy`; where requests in flight go on, their KV is rebuilt with the new weights.
 
-        Raises `WeightsError` for an unknown name or a wrong shape, `EngineUnavailable` if no worker serves any more.
+        Raises `WeightsError` for an unknown name, a wrong shape, a version that is not newer than the current one, or
+        when `update_timeout_s` is over before the commit; `EngineUnavailable` if no worker serves any more.
         """
         if self._closed or self._fleet.failure is not None:
             raise self._fleet.failure or EngineUnavailable("the engine is closed")
         # Shielded: half an update does not exist, so a caller that is cancelled cannot leave one. `close` ends it.
-        task = asyncio.get_running_loop().create_task(self._update(tensors, policy_version))
+        task = asyncio.get_running_loop().create_task(self._update(list(tensors), policy_version))
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)
         return await asyncio.shield(task)
 
-    async def _update(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> WeightsEpoch:
-        began = time.monotonic()
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._config.update_timeout_s
+
+    async def _update(self, tensors: list[tuple[str, torch.Tensor]], policy_version: int) -> WeightsEpoch:
+        if not tensors:
+            raise WeightsError("an update without tensors changes nothing")
+        began, deadline = time.monotonic(), self._deadline()
         async with self._updating:
-            await self._write_epoch(tensors, policy_version)
-            target = self._fleet.clean
-            assert target is not None
-            await self._switch_all(target)
+            if policy_version <= self.policy_version:
+                raise WeightsError(
+                    f"policy version {policy_version} is not newer than {self.policy_version}, which serves",
+                    next_step="versions rise for ever; after a resume start the engine with the version it had",
+                )
+            async with self._gate.update(deadline):
+                await self._fleet.owner.write(tensors, policy_version, deadline)
+                # from here on there is no way back: the new epoch is the one to serve
+                target = self._fleet.owner.clean
+                assert target is not None
+                try:
+                    hit("engine.update.after_commit")
+                finally:
+                    if self._gate.policy == "restart_turn":
+                        self._restart_turns(policy_version)
+                    await self._switch_all(target)
         if self._fleet.failure is not None:
             raise self._fleet.failure
         wall_s = time.monotonic() - began
         epoch = WeightsEpoch(epoch=target.number, policy_version=policy_version, digest=target.digest, wall_s=wall_s)
         data = {"epoch": target.number, "policy_version": policy_version, "digest": target.digest, "wall_s": wall_s}
         self._events(ev.Event(kind=ev.WEIGHTS_COMMITTED, subject="weights", data=data))
+        hit("engine.update.switched")
         return epoch
+
+    def _restart_turns(self, policy_version: int) -> None:
+        for flight in self._requests:
+            error = TurnRestarted(
+                f"{flight.request.id}: policy version {policy_version} came after {len(flight.done_ids)} tokens of it",
+                kept="every earlier turn",
+                next_step="discard this turn's tokens and generate it again",
+            )
+            flight.outcome.set_exception(error)
+            self._drop(flight, RequestState.RESTARTED)
 
     async def _switch_all(self, target: Epoch) -> None:
         fleet = self._fleet
-        for link in list(fleet.links.values()):
+        for number, link in enumerate(list(fleet.links.values())):
+            if number:
+                hit("engine.update.between_switches")
             fleet.bring_up_to_date(link)
         try:
             await fleet.wait(lambda: self._switched(target.number), self._config.prefill_hang_s)
         except TimeoutError:
             # one that does not answer is of no use: as a shadow nobody else would notice
             for link in list(fleet.links.values()):
-                if link.ready and link.epoch != fleet.clean:
+                if link.ready and link.epoch != fleet.owner.clean:
                     fleet.tell(sv.Hung(link.generation, f"worker {link.generation} did not switch its weights"))
             await fleet.wait(lambda: self._switched(target.number), self._config.start_timeout_s)
 
@@ -294,32 +345,6 @@ class Engine:
             link.fenced or not link.ready or (link.epoch is not None and link.epoch.number >= number)
             for link in self._fleet.links.values()
         )
-
-    async def _write_epoch(self, tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int) -> None:
-        fleet = self._fleet
-        content = list(tensors)  # references only; an owner that dies half-way makes it necessary to start over
-        if not content:
-            raise WeightsError("an update without tensors changes nothing")
-        for _attempt in range(OWNER_ATTEMPTS):
-            try:
-                async with asyncio.timeout(self._config.start_timeout_s):
-                    await fleet.owner_usable.wait()
-            except TimeoutError:
-                break
-            assert fleet.epochs is not None and fleet.clean is not None
-            base, owner = fleet.clean, fleet.owner
-            fleet.writing = True
-            try:
-                fleet.clean = await asyncio.to_thread(fleet.epochs.update, base, content, policy_version)
-                return
-            except WeightsError as error:
-                kept = f"policy version {base.policy_version} serves on"
-                raise WeightsError(error.what, kept=kept, next_step=error.next_step) from None
-            except OwnerLost:
-                fleet.owner_lost(owner)
-            finally:
-                fleet.writing = False
-        raise WeightsError("no owner can hold new weights", kept="the old policy version serves on")
 
     # -- watching -----------------------------------------------------------------------------------------------------
     async def wait_standby(self, timeout_s: float) -> None:
@@ -339,8 +364,9 @@ class Engine:
         link = self._fleet.serving
         if link is None:
             return None
-        switching = link.epoch is not None and self._fleet.clean is not None and link.epoch != self._fleet.clean
-        return link if self._flights or switching else None
+        clean = self._fleet.owner.clean
+        switching = link.epoch is not None and clean is not None and link.epoch != clean
+        return link if len(self._requests) or switching else None
 
     def _on_hang(self, link: WorkerLink, frozen_s: float, doing: str) -> None:
         text = f"worker {link.generation} hangs: no progress for {frozen_s:.1f} s while {doing}"
@@ -359,12 +385,17 @@ class Engine:
 
     @property
     def owner_pid(self) -> int:
-        return self._fleet.owner.child.pid
+        return self._fleet.owner.process.child.pid
 
     @property
     def policy_version(self) -> int:
         """Number of the newest committed weights."""
-        return self._fleet.clean.policy_version if self._fleet.clean else -1
+        return self._fleet.owner.clean.policy_version if self._fleet.owner.clean else -1
+
+    @property
+    def version_policy(self) -> VersionPolicy:
+        """Whether a trajectory may span policy versions, and what happens if not."""
+        return self._config.version_policy
 
     @property
     def worker_generation(self) -> int | None:
@@ -373,14 +404,11 @@ class Engine:
 
     @property
     def stale_tokens(self) -> int:
-        """Tokens that fenced workers had sent and nobody read."""
-        return self._fleet.stale_tokens
+        """Tokens of fenced workers and of requests that had ended: sent, and delivered to nobody."""
+        return self._fleet.stale_tokens + self._requests.stale_tokens
 
 
-def _already_finished(request: GenerationRequest) -> str | None:
-    """Why a resumed completion is complete, or None."""
-    if request.resume_ids and request.resume_ids[-1] in request.sampling.stop_token_ids:
-        return "stop"
-    if len(request.resume_ids) >= request.sampling.max_tokens:
-        return "length"
-    return None
+def _from_folder(folder: Path, version: int, first: int) -> Iterable[tuple[str, torch.Tensor]]:
+    if version != first:
+        raise WeightsError(f"the model folder has policy version {first}, not {version}")
+    return checkpoint_tensors(folder)

@@ -15,6 +15,7 @@ from typing import Any
 from belayer.engine._wire import Chunk, Work
 from belayer.engine.lifecycle import REQUEST, Lifecycle, RequestState
 from belayer.engine.request import GenerationRequest, TokenSink
+from belayer.engine.stopping import StopWatch
 
 
 class Verdict(enum.Enum):
@@ -36,6 +37,7 @@ class Flight:
         self.generation: int | None = None  # the worker that has it
         self.began_with: int | None = None  # policy version of its first token here
         self.life = Lifecycle(REQUEST, clock)
+        self.watch: StopWatch | None = None  # looks for its stop strings
         self.outcome: Any = None  # whatever the engine hangs on it, a future
 
     def work(self) -> Work:

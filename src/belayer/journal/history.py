@@ -26,6 +26,7 @@ from belayer.journal.records import (
     RolloutFinished,
     RolloutStarted,
     TokensAppended,
+    TurnVoided,
     ValueDrawn,
 )
 
@@ -93,6 +94,8 @@ class History:
         match record:
             case TokensAppended():
                 self._tokens(record)
+            case TurnVoided():
+                self._void(record)
             case ActionIntended():
                 call = self._call(record.call, "action", record.asked)
                 if call.asked != record.asked:
@@ -140,6 +143,12 @@ class History:
             call.logprobs.extend(record.logprobs)
             call.versions.extend([record.weights_version] * len(record.ids))
             call.finish = record.finish
+
+    def _void(self, record: TurnVoided) -> None:
+        last = self.calls[-1] if self.calls else None
+        if record.call != len(self.calls) - 1 or last is None or last.kind != "generate" or last.finish:
+            raise JournalCorrupt(f"rollout {self.rollout}: call {record.call} is no unfinished turn and was voided")
+        self.calls.pop()
 
     # -- questions --------------------------------------------------------------------------------
 

@@ -53,6 +53,13 @@ class TokensAppended(Record, frozen=True, kw_only=True):
     finish: str = ""
 
 
+class TurnVoided(Record, frozen=True, kw_only=True):
+    """The tokens of the unfinished model turn `call` do not count; it is generated again, by newer weights."""
+
+    call: int
+    reason: str
+
+
 class ActionIntended(Record, frozen=True, kw_only=True):
     """Action `k` is about to be sent to generation `g` of the environment."""
 
@@ -141,6 +148,7 @@ class Acknowledged(Record, frozen=True, kw_only=True):
 AnyRecord = (
     RolloutStarted
     | TokensAppended
+    | TurnVoided
     | ActionIntended
     | ActionCompleted
     | ValueDrawn

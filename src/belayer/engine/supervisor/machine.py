@@ -56,6 +56,7 @@ from belayer.engine.supervisor.messages import (
     WeightsDamaged,
 )
 
+
 class State(enum.StrEnum):
     STARTING = "starting"
     ACTIVATING = "activating"

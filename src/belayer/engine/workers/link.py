@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from belayer.engine._wire import Epoch, FromWorker, Spec, Tokens, ToWorker, Unpacker, pack
+from belayer.engine.lifecycle import PROCESS, Lifecycle, ProcessState
 from belayer.engine.workers.child import Child
 from belayer.engine.workers.lifeline import Lifeline
 from belayer.engine.workers.nursery_link import NurseryLink
@@ -38,10 +40,9 @@ class WorkerLink:
         """Not for callers: use `start`."""
         self.generation = spec.generation
         self.epoch: Epoch | None = None  # the one it looks at, as far as it has said
-        self.ready = False
+        self.life = Lifecycle(PROCESS, time.monotonic)
         self.role = "worker" if spec.fill else "shadow"
         self.on_message: Callable[[FromWorker], None] | None = None
-        self.fenced = False
         self._stale = 0
         self._out = bytearray()
         self._in: Unpacker[FromWorker] = Unpacker(FromWorker)
@@ -50,11 +51,21 @@ class WorkerLink:
         self.progress = Progress(page)
         self.on_death: Callable[[], None] | None = None  # called as soon as it can send nothing more
         self._lifeline = Lifeline(page, self._lifeline_broke)
+        self._watched = False
         self._dead = asyncio.Event()
         self._socket = channel
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._receive)
         self._write(pack(spec))
+
+    @property
+    def ready(self) -> bool:
+        """Warmed up and not fenced."""
+        return self.life.state in (ProcessState.READY, ProcessState.ACTIVATING, ProcessState.SERVING)
+
+    @property
+    def fenced(self) -> bool:
+        return self.life.state in (ProcessState.FENCED, ProcessState.REAPED)
 
     def send(self, message: ToWorker) -> None:
         """Queue a message; a worker that does not read is the hang detector's business."""
@@ -111,8 +122,9 @@ class WorkerLink:
 
     def became_ready(self, epoch: Epoch) -> None:
         """It said so: from now on its death is noticed at once, not only when the kernel has taken it apart."""
-        self.ready = True
+        self.life.to(ProcessState.READY)
         self.epoch = epoch
+        self._watched = True
         self._lifeline.watch()
 
     async def fence(self, timeout_s: float, *, apart: bool = False) -> int | None:
@@ -121,10 +133,11 @@ class WorkerLink:
         That is when it is reaped, or, if what it can write is `apart` from all that its successor uses, already when
         its main thread is dead; `reaped` tells the rest. None: neither came in time, and it may still write.
         """
-        self.fenced = True
+        if not self.fenced:
+            self.life.to(ProcessState.FENCED)
         self.child.kill()
         signs = [asyncio.ensure_future(self.child.gone(timeout_s))]
-        if apart and self.ready:
+        if apart and self._watched:
             signs.append(asyncio.ensure_future(self._dead.wait()))
         try:
             done, _ = await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
@@ -138,7 +151,10 @@ class WorkerLink:
 
     async def reaped(self, timeout_s: float) -> bool:
         """Wait until nothing is left of it, its memory included."""
-        return await self.child.gone(timeout_s)
+        gone = await self.child.gone(timeout_s)
+        if gone and self.life.state is ProcessState.FENCED:
+            self.life.to(ProcessState.REAPED)
+        return gone
 
     def _drain(self) -> None:
         if self._socket.fileno() < 0:
