@@ -14,7 +14,7 @@ from belayer.engine._wire import Epoch, FromWorker, Spec, Tokens, ToWorker, Unpa
 from belayer.engine.lifecycle import PROCESS, Lifecycle, ProcessState
 from belayer.engine.workers.child import Child
 from belayer.engine.workers.lifeline import Lifeline
-from belayer.engine.workers.nursery_link import NurseryLink
+from belayer.engine.workers.nursery_link import WorkerSource
 from belayer.engine.workers.progress import Progress
 
 
@@ -22,12 +22,12 @@ class WorkerLink:
     """Messages of one generation. After `fence` nothing that it sent before reaches anybody; it is counted."""
 
     @classmethod
-    async def start(cls, nursery: NurseryLink, spec: Callable[[], Spec], log: Path) -> WorkerLink:
-        """Fork a worker. `spec` is asked for when it runs, which may be a while: the nursery may still be importing."""
+    async def start(cls, source: WorkerSource, spec: Callable[[], Spec], log: Path) -> WorkerLink:
+        """Have a worker made. `spec` is asked for when it runs, which may be a while: a nursery first imports."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         page = Progress.create()
         try:
-            child = await nursery.fork(theirs.fileno(), page, log)
+            child = await source.fork(theirs.fileno(), page, log)
             return cls(spec(), child, ours, page)
         except BaseException:
             ours.close()

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -14,6 +15,14 @@ from belayer.engine.workers.child import Child
 from belayer.engine.workers.nursery import FORK, Exited, Forked, FromNursery
 
 EXIT_CODE_WAIT_MS = 5
+
+
+class WorkerSource(Protocol):
+    """Where worker processes come from."""
+
+    async def fork(self, channel: int, progress: int, log: Path) -> Child:
+        """A worker with these descriptors; it waits for its `Spec` on `channel`."""
+        ...
 
 
 class NurseryLink:

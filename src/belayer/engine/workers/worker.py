@@ -31,6 +31,7 @@ from belayer.engine._wire import (
     Activate,
     Activated,
     Adopted,
+    Damaged,
     Epoch,
     FromWorker,
     Ready,
@@ -59,13 +60,16 @@ from belayer.errors import WeightsError
 if TYPE_CHECKING:
     from belayer.engine.backends import Backend
 
+VERIFIED_AT_ONCE = 64 << 20  # weights up to this many bytes are read again at a promotion: some 5 ms
+
 
 class Worker:
     """Holds the engine and the epoch; `run` never returns normally."""
 
     def __init__(self, spec: Spec) -> None:
-        self._spec = spec
+        self.spec = spec
         self._slots: list[int] = []
+        self._standing_by = True  # until it maps an arena
         self._epoch: Epoch | None = None
         self._seals: Region | None = None
         self._phases: dict[str, float] = {}
@@ -77,8 +81,8 @@ class Worker:
         """Meet the driver and the owner."""
         self._channel = channel
         self._progress = progress
-        self._owner = OwnerClient.connect(Path(self._spec.owner_socket))
-        self._owner_path = self._spec.owner_socket
+        self._owner = OwnerClient.connect(Path(self.spec.owner_socket))
+        self._owner_path = self.spec.owner_socket
 
     def start(self) -> None:
         """Everything slow but the imports."""
@@ -94,12 +98,10 @@ class Worker:
         from belayer.engine.backends.owned_weights import OwnedWeights
 
         _die_of_crashes()
-        weights = OwnedWeights(
-            fill=self._spec.fill, batch_invariant=self._spec.batch_invariant, device=self._spec.device
-        )
+        weights = OwnedWeights(fill=self.spec.fill, batch_invariant=self.spec.batch_invariant, device=self.spec.device)
         weights.attach = attach
         began = time.monotonic()
-        self.engine = backends.make(self._spec, weights)
+        self.engine = backends.make(self.spec, weights)
         self._phases["engine_s"] = time.monotonic() - began - self._phases.get("wait_s", 0.0)
         assert weights.layout is not None and weights.region is not None
         self.layout, self.region = weights.layout, weights.region
@@ -109,7 +111,7 @@ class Worker:
 
         `check` looks at the engine once real weights are there; it raises if it must not serve.
         """
-        self._spec = spec
+        self.spec = spec
         self._phases = {}
         self.connect(channel, progress)
         began = time.monotonic()
@@ -130,7 +132,7 @@ class Worker:
     def _announce(self) -> None:
         assert self._epoch is not None
         self._progress.mark(Phase.IDLE)
-        self._send(Ready(self._spec.generation, self.layout.hash(), self._epoch, self._phases))
+        self._send(Ready(self.spec.generation, self.layout.hash(), self._epoch, self._phases))
 
     def _attach(self, region: Region, nbytes: int, loaded: Layout | None) -> Layout:
         """Put the owner's clean epoch under `region`; with `loaded`, make that epoch first, from what is there."""
@@ -155,29 +157,46 @@ class Worker:
         self._owner.define(layout)
         _state, self._slots = self._owner.weights(when_clean=False)
         dirty = self._owner.begin()
-        target = of(self._spec.device).reserve(region.nbytes, Scratch.NONE)
+        target = of(self.spec.device).reserve(region.nbytes, Scratch.NONE)
         target.place(self._slots[dirty.slot], writable=True)
         write(target)
-        self._epoch = self._owner.commit(dirty.number, digest(layout, target), self._spec.policy_version)
+        self._epoch = self._owner.commit(dirty.number, digest(layout, target), self.spec.policy_version)
         target.close()
         region.place(self._slots[dirty.slot], writable=False, populate=True)
 
     def _copy_checkpoint(self, target: Region) -> None:
-        copy_tensors(self.layout, target, checkpoint_tensors(Path(self._spec.model)))
+        copy_tensors(self.layout, target, checkpoint_tensors(Path(self.spec.model)))
 
     def _verify(self, layout: Layout, epoch: Epoch) -> None:
+        if (damage := self._damage(layout, epoch)) is not None:
+            self._send(Damaged(self.spec.generation, epoch.number, damage))
+            raise WeightsError(damage)
+
+    def _damage(self, layout: Layout, epoch: Epoch) -> str | None:
+        """Why what lies under the region is not `epoch`; None: it is, or nobody uses that epoch any more."""
         found = digest(layout, self.region)
-        if found != epoch.digest:
-            # the driver may have committed two updates while this ran; a damaged epoch, though, stays as it is
-            newest = self._owner.state().clean
-            if newest is not None and newest.number == epoch.number:
-                raise WeightsError(f"epoch {epoch.number} has digest {found}, its table entry says {epoch.digest}")
+        if found == epoch.digest:
+            return None
+        # the driver may have committed two updates while this ran; a damaged epoch, though, stays as it is
+        newest = self._owner.state().clean
+        if newest is not None and newest.number != epoch.number:
+            return None
+        return f"epoch {epoch.number} has digest {found}, its table entry says {epoch.digest}"
+
+    def _scrub(self) -> None:
+        """Look for damaged weights while there is nothing else to do."""
+        assert self._epoch is not None
+        if (damage := self._damage(self.layout, self._epoch)) is not None:
+            self._send(Damaged(self.spec.generation, self._epoch.number, damage))
 
     def run(self) -> None:
         messages: Unpacker[ToWorker] = Unpacker(ToWorker)
         while True:
-            wait = None if not self.engine.busy else 0
-            if select.select([self._channel], [], [], wait)[0]:
+            wait = 0 if self.engine.busy else self.spec.scrub_s if self._standing_by else None
+            readable = select.select([self._channel], [], [], wait)[0]
+            if not readable and self._standing_by:
+                self._scrub()
+            if readable:
                 data = self._channel.recv(1 << 20)
                 if not data:
                     return  # the driver closed the channel: a normal end
@@ -192,7 +211,7 @@ class Worker:
         self._progress.mark(Phase.IDLE)
         if chunks:
             assert self._epoch is not None
-            self._send(Tokens(self._spec.generation, self._epoch.policy_version, chunks))
+            self._send(Tokens(self.spec.generation, self._epoch.policy_version, chunks))
         if self.engine.sealing is not None:
             self.engine.sealing.seal()
 
@@ -202,19 +221,19 @@ class Worker:
                 for item in work:
                     self.engine.submit(item)
                 if self.engine.sealing is not None and (counts := self.engine.sealing.adopted()) is not None:
-                    self._send(Adopted(self._spec.generation, *counts))
+                    self._send(Adopted(self.spec.generation, *counts))
             case Abort(ids):
                 self.engine.abort(ids)
             case Activate(layout_hash, epoch, owner_socket):
                 self._activate(layout_hash, epoch, owner_socket)
             case Switch(epoch, owner_socket):
                 self._use(epoch, owner_socket)
-                self._send(Switched(self._spec.generation, epoch))
+                self._send(Switched(self.spec.generation, epoch))
 
     def _activate(self, layout_hash: str, epoch: Epoch, owner_socket: str) -> None:
         phases: dict[str, float] = {}
         began = time.monotonic()
-        if self._spec.nice:
+        if self.spec.nice:
             set_nice(0)
         if layout_hash != self.layout.hash():
             self._refuse("Activate", f"layout {self.layout.hash()} instead of {layout_hash}")
@@ -226,18 +245,24 @@ class Worker:
             self._use(epoch, owner_socket)
         phases["gate_s"] = time.monotonic() - began
         began = time.monotonic()
+        if self.layout.nbytes <= VERIFIED_AT_ONCE and (damage := self._damage(self.layout, epoch)) is not None:
+            self._send(Damaged(self.spec.generation, epoch.number, damage))
+            return
+        phases["verify_s"] = time.monotonic() - began
+        began = time.monotonic()
+        self._standing_by = False
         if self.engine.sealing is None:
             # what a dead worker left in its arena is never read, and what it may still write never reaches anybody
             fd = self._owner.arena(self.engine.arena.nbytes, fresh=True)
             self.engine.arena.place(fd, writable=True)
             os.close(fd)
-            if self._spec.device != "cpu":  # memory of a GPU comes with whatever was in it before
+            if self.spec.device != "cpu":  # memory of a GPU comes with whatever was in it before
                 self.engine.arena.forget()
             self.engine.forget_prefixes()
         else:
             self._open_sealed(self.engine.sealing, epoch)
         phases["map_s"] = time.monotonic() - began
-        self._send(Activated(self._spec.generation, epoch, phases))
+        self._send(Activated(self.spec.generation, epoch, phases))
 
     def _open_sealed(self, sealing: Sealing, epoch: Epoch) -> None:
         """Map the arena as the dead worker left it; it must be reaped. Only blocks whose seals verify are read."""
@@ -267,7 +292,7 @@ class Worker:
         self._progress.mark(Phase.IDLE)
 
     def _refuse(self, what: str, reason: str) -> None:
-        self._send(Refusal(self._spec.generation, what, reason))
+        self._send(Refusal(self.spec.generation, what, reason))
 
     def _send(self, message: FromWorker) -> None:
         self._channel.sendall(pack(message))
