@@ -1,0 +1,199 @@
+"""The processes that become an image: a small init and, below it, a warmed-up worker without weights.
+
+    python -m belayer.engine.images.template namespace CONTROL_FD TRIGGER_FD FOLDER PARENT_PID
+
+makes a pid namespace, in which the init is process 1 and the worker process 2, so that restored processes never collide
+with numbers that are taken. The init does nothing but pass the worker's end on, as its own exit status: process 1 of a
+namespace ignores signals that would end any other process, so it cannot be the worker itself. When it dies, the kernel
+ends everything in the namespace.
+
+The worker builds the engine as any first worker does, loads the checkpoint into private memory and says a few things
+with it (the canary). Then it throws away what must not be in an image: weights, scratch KV memory, sockets. What it
+waits on next, a pipe, is where it wakes up after a restore. Other descriptors that a restore replaces are placeholder
+files until then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from belayer.engine._wire import Spec
+from belayer.engine.images.canary import Words
+from belayer.engine.memory.host import Region, die_with_parent
+from belayer.engine.weights.layout import Layout
+from belayer.errors import EngineError
+from belayer.ownership import ENV_VAR
+
+INIT, WORKER = 1, 2  # pids inside
+GO = b"g"
+LABEL_ROOM = 32  # bytes that a restored process has for its run's label
+PLACEHOLDERS = ("channel", "progress", "log")
+BAKED = (
+    "backend",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_bytes",
+    "batch_invariant",
+    "adopt_sealed_blocks",
+)
+"""Fields of a `Spec` that a restored worker cannot change any more."""
+
+_CLONE_NEWPID = 0x20000000
+_PR_SET_PDEATHSIG = 1
+_MAP_EMPTY = 0x02 | 0x10 | 0x20 | 0x4000  # private, fixed, anonymous, not reserved
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+class Order(msgspec.Struct):
+    """What to build."""
+
+    spec: Spec
+    vocab_size: int
+
+
+class Built(msgspec.Struct):
+    """It is built, and will wait for the dump as soon as the control socket is closed."""
+
+    layout: Layout
+    canary: list[Words]
+    sources: dict[str, str]
+    inherited: dict[str, str]
+
+
+def label_room(env: dict[str, str]) -> dict[str, str]:
+    """`env` with room for a label; what stands there until then is nobody's."""
+    return env | {ENV_VAR: "-" * LABEL_ROOM}
+
+
+# -- the namespace and its init ----------------------------------------------------------------------------------------
+def make_namespace(arguments: list[str]) -> None:
+    """The process outside: makes the namespace and waits for its end."""
+    control, trigger, _folder, parent = arguments
+    die_with_parent(int(parent))
+    if _libc.unshare(_CLONE_NEWPID):
+        raise EngineError(f"no pid namespace can be made here: {os.strerror(ctypes.get_errno())}")
+    init = os.fork()
+    if init == 0:
+        be_init(arguments)
+    for fd in (control, trigger):
+        os.close(int(fd))
+    _pid, status = os.waitpid(init, 0)
+    os._exit(max(0, os.waitstatus_to_exitcode(status)))
+
+
+def be_init(arguments: list[str]) -> None:
+    """Process 1: starts the worker, reaps what is left to it, and ends as the worker does. Never returns."""
+    os.setsid()
+    _die_with_parent_outside()
+    worker = os.fork()
+    if worker == 0:
+        os.setsid()  # its own process group: the cohort that is fenced together
+        _die_with_parent_outside()
+        command = [sys.executable, "-m", "belayer.engine.images.template", "worker", *arguments[:3]]
+        os.execv(sys.executable, command)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.closerange(3, 1024)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == worker:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _die_with_parent_outside() -> None:
+    """As `die_with_parent`, where the parent's number cannot be seen. CRIU restores the request with the process."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise EngineError("prctl(PR_SET_PDEATHSIG) failed")
+
+
+# -- the worker --------------------------------------------------------------------------------------------------------
+def be_worker(control_fd: int, trigger: int, folder: Path) -> None:
+    """Build, wait to be dumped, and go on wherever it is restored."""
+    import gc
+    import socket
+
+    from belayer.engine._wire import receive_with_fds, send_with_fds
+    from belayer.engine.backends.vllm import alone
+    from belayer.engine.images import canary, key
+    from belayer.engine.workers import lifeline
+    from belayer.engine.workers.progress import Progress
+    from belayer.engine.workers.worker import Worker
+
+    control = socket.socket(fileno=control_fd)
+    order, _fds = receive_with_fds(control, Order)
+    os.chdir("/")
+    alone.share_nothing()
+    worker = Worker(order.spec)
+    worker.build(_keep_private)
+    alone.leave_process_groups()
+    worker.engine.warm_up()
+    words = canary.listen(worker.engine, canary.requests(order.vocab_size, order.spec.max_model_len))
+    _throw_away(worker)
+    fds = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600) for name in PLACEHOLDERS}
+    inherited = {name: str(folder / name)[1:] for name in PLACEHOLDERS}  # as CRIU names files: without the first slash
+    inherited["trigger"] = os.readlink(f"/proc/self/fd/{trigger}")
+    built = Built(worker.layout, words, key.sources(), inherited)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for fd in (1, 2):
+        os.dup2(fds["log"], fd)
+    os.close(fds["log"])
+    send_with_fds(control, built, [])
+    del built, words, order
+    gc.collect()
+    gc.freeze()  # a collection would touch, and so copy, all pages that processes of one image share
+    _libc.malloc_trim(0)
+    control.close()
+
+    # here it is dumped, and here every restored process begins
+    if os.read(trigger, 1) != GO:
+        return  # whoever restored it is gone already
+    os.close(trigger)
+    channel = socket.socket(fileno=fds["channel"])
+    lifeline.hold(fds["progress"])
+    spec, _fds = receive_with_fds(channel, Spec)
+    for name in BAKED:
+        if getattr(spec, name) != getattr(worker.spec, name):
+            raise EngineError(f"the image was made with {name} {getattr(worker.spec, name)}, not {getattr(spec, name)}")
+    worker.revive(spec, channel, Progress(fds["progress"]), lambda: canary.probe(worker.engine))
+    worker.run()
+
+
+def _keep_private(_region: object, _nbytes: int, loaded: Layout | None) -> Layout:
+    assert loaded is not None
+    return loaded
+
+
+def _throw_away(worker) -> None:
+    """Weights and KV scratch; their addresses stay."""
+    region = worker.region
+    assert isinstance(region, Region)
+    address = _libc.mmap(region.address, region.nbytes, 0, _MAP_EMPTY, -1, 0)
+    if address != region.address:
+        raise EngineError(f"the weights cannot be taken out of memory: {os.strerror(ctypes.get_errno())}")
+    worker.engine.arena.forget()
+
+
+def main(argv: list[str]) -> None:
+    if argv[0] == "namespace":
+        make_namespace(argv[1:])
+    else:
+        from belayer.engine.workers.worker import end_with
+
+        end_with(lambda: be_worker(int(argv[1]), int(argv[2]), Path(argv[3])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
