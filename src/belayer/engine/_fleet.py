@@ -54,6 +54,8 @@ class Fleet:
         self._events = events
         self._log_dir = log_dir
         self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
+        # a host's memory is cheap enough for an arena per generation; then a fenced worker can write nothing that counts
+        self._apart = config.device == "cpu" and not config.adopt_sealed_blocks
         self._generation = 0
         self._nurseries = 0
         self._spawning = asyncio.Lock()
@@ -229,6 +231,7 @@ class Fleet:
             adopt_sealed_blocks=self._config.adopt_sealed_blocks,
             policy_version=self._policy_version,
             nice=STANDBY_NICE if background and serving and may_lower_nice() else 0,
+            scrub_s=self._config.scrub_s,
         )
 
     def _new_nursery(self) -> NurseryLink:
@@ -268,7 +271,7 @@ class Fleet:
 
     async def _fence(self, generation: int) -> None:
         link = self.links[generation]
-        stale = await link.fence(FENCE_TIMEOUT_S, apart=not self._config.adopt_sealed_blocks)
+        stale = await link.fence(FENCE_TIMEOUT_S, apart=self._apart)
         if stale is None:
             self._lose(
                 EngineUnavailable(

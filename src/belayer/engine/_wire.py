@@ -102,6 +102,7 @@ class Spec(msgspec.Struct):
     fill: bool  # load the checkpoint into the owner's first epoch
     policy_version: int  # of that first epoch
     nice: int
+    scrub_s: float = 30.0  # how often a shadow looks whether the weights still have their digest
     adopt_sealed_blocks: bool = False
     device: str = "cpu"  # where weights, KV arena and computation are: "cpu", "cuda"
     warm: bool = False  # restored from an image: warm up once more, for nobody waits for it

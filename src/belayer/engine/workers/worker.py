@@ -53,7 +53,7 @@ from belayer.engine.owner.client import OwnerClient
 from belayer.engine.weights.checkpoint_files import checkpoint_tensors
 from belayer.engine.weights.first_epoch import copy_tensors
 from belayer.engine.weights.layout import Layout, digest
-from belayer.engine.workers import lifeline
+from belayer.engine.workers import cohort, lifeline
 from belayer.engine.workers.progress import Phase, Progress
 from belayer.errors import WeightsError
 
@@ -319,6 +319,7 @@ def run(channel_fd: int, progress_fd: int) -> None:
     def main() -> None:
         channel = socket.socket(fileno=channel_fd)
         lifeline.hold(progress_fd)
+        cohort.watch()
         spec, _fds = receive_with_fds(channel, Spec)
         if spec.nice:
             set_nice(spec.nice)
