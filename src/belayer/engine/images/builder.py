@@ -115,8 +115,8 @@ class _Build:
         fds = [theirs.fileno(), trigger]
         log = self._work / "template.log"
         env = label_room(template_environment(request.env))
-        command = [sys.executable, "-m", "belayer.engine.images.template", "namespace", *map(str, fds)]
-        command += [str(folder), str(os.getpid())]
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("_init.py")), str(os.getpid())]
+        command += [sys.executable, "-m", "belayer.engine.images.template", *map(str, fds), str(folder)]
         with open(log, "ab") as output, control, theirs:
             outside = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, pass_fds=fds, cwd="/"
@@ -138,6 +138,9 @@ class _Build:
                 for pid in (init, *_children(init)):
                     _not_nice(pid)
                 await _criu.dump(init, folder, timeout_s=DUMP_TIMEOUT_S)
+                if any(folder.glob("ghost-file-*")):
+                    # CRIU makes such a file anew under its old name, and two restores at once collide there
+                    raise EngineError("the worker to be dumped maps a file that has no name any more")
             finally:
                 os.close(pull)
                 outside.kill()  # what is left of the namespace dies with it

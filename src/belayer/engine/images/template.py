@@ -1,13 +1,9 @@
-"""The processes that become an image: a small init and, below it, a warmed-up worker without weights.
+"""The process that becomes an image: a warmed-up worker without weights.
 
-    python -m belayer.engine.images.template namespace CONTROL_FD TRIGGER_FD FOLDER PARENT_PID
+    python -m belayer.engine.images.template CONTROL_FD TRIGGER_FD FOLDER
 
-makes a pid namespace, in which the init is process 1 and the worker process 2, so that restored processes never collide
-with numbers that are taken. The init does nothing but pass the worker's end on, as its own exit status: process 1 of a
-namespace ignores signals that would end any other process, so it cannot be the worker itself. When it dies, the kernel
-ends everything in the namespace.
-
-The worker builds the engine as any first worker does, loads the checkpoint into private memory and says a few things
+It is process 2 of a pid namespace of its own (`_init`), so that restored processes never collide with numbers that are
+taken. It builds the engine as any first worker does, loads the checkpoint into private memory and says a few things
 with it (the canary). Then it throws away what must not be in an image: weights, scratch KV memory, sockets. What it
 waits on next, a pipe, is where it wakes up after a restore. Other descriptors that a restore replaces are placeholder
 files until then.
@@ -17,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -25,12 +20,12 @@ import msgspec
 
 from belayer.engine._wire import Spec
 from belayer.engine.images.canary import Words
-from belayer.engine.memory.host import Region, die_with_parent
+from belayer.engine.memory.host import Region
 from belayer.engine.weights.layout import Layout
 from belayer.errors import EngineError
 from belayer.ownership import ENV_VAR
 
-INIT, WORKER = 1, 2  # pids inside
+WORKER = 2  # its pid inside
 GO = b"g"
 LABEL_ROOM = 32  # bytes that a restored process has for its run's label
 PLACEHOLDERS = ("channel", "progress", "log")
@@ -46,8 +41,6 @@ BAKED = (
 )
 """Fields of a `Spec` that a restored worker cannot change any more."""
 
-_CLONE_NEWPID = 0x20000000
-_PR_SET_PDEATHSIG = 1
 _MAP_EMPTY = 0x02 | 0x10 | 0x20 | 0x4000  # private, fixed, anonymous, not reserved
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -75,50 +68,6 @@ def label_room(env: dict[str, str]) -> dict[str, str]:
     return env | {ENV_VAR: "-" * LABEL_ROOM}
 
 
-# -- the namespace and its init ----------------------------------------------------------------------------------------
-def make_namespace(arguments: list[str]) -> None:
-    """The process outside: makes the namespace and waits for its end."""
-    control, trigger, _folder, parent = arguments
-    die_with_parent(int(parent))
-    if _libc.unshare(_CLONE_NEWPID):
-        raise EngineError(f"no pid namespace can be made here: {os.strerror(ctypes.get_errno())}")
-    init = os.fork()
-    if init == 0:
-        be_init(arguments)
-    for fd in (control, trigger):
-        os.close(int(fd))
-    _pid, status = os.waitpid(init, 0)
-    os._exit(max(0, os.waitstatus_to_exitcode(status)))
-
-
-def be_init(arguments: list[str]) -> None:
-    """Process 1: starts the worker, reaps what is left to it, and ends as the worker does. Never returns."""
-    os.setsid()
-    _die_with_parent_outside()
-    worker = os.fork()
-    if worker == 0:
-        os.setsid()  # its own process group: the cohort that is fenced together
-        _die_with_parent_outside()
-        command = [sys.executable, "-m", "belayer.engine.images.template", "worker", *arguments[:3]]
-        os.execv(sys.executable, command)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    os.closerange(3, 1024)
-    while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == worker:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-
-
-def _die_with_parent_outside() -> None:
-    """As `die_with_parent`, where the parent's number cannot be seen. CRIU restores the request with the process."""
-    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise EngineError("prctl(PR_SET_PDEATHSIG) failed")
-
-
-# -- the worker --------------------------------------------------------------------------------------------------------
 def be_worker(control_fd: int, trigger: int, folder: Path) -> None:
     """Build, wait to be dumped, and go on wherever it is restored."""
     import gc
@@ -186,14 +135,7 @@ def _throw_away(worker) -> None:
     worker.engine.arena.forget()
 
 
-def main(argv: list[str]) -> None:
-    if argv[0] == "namespace":
-        make_namespace(argv[1:])
-    else:
-        from belayer.engine.workers.worker import end_with
-
-        end_with(lambda: be_worker(int(argv[1]), int(argv[2]), Path(argv[3])))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from belayer.engine.workers.worker import end_with
+
+    end_with(lambda: be_worker(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import torch.distributed
+import tqdm
 import vllm.v1.executor.uniproc_executor as executor
 from vllm.distributed import parallel_state
 
@@ -20,7 +21,8 @@ from belayer.errors import EngineError
 
 def share_nothing() -> None:
     """Call it before the engine is made: no semaphore is shared with other processes, for there are none."""
-    executor.Lock = threading.Lock  # pyright: ignore[reportAttributeAccessIssue]
+    executor.Lock = threading.Lock  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
+    tqdm.tqdm.set_lock(threading.RLock())  # for its bars, which it would share with processes too
 
 
 def leave_process_groups() -> None:
