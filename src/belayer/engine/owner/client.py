@@ -78,8 +78,9 @@ class OwnerClient:
 
     def _call(self, request: ToOwner, timeout_s: float | None = None) -> tuple[OwnerState, list[int]]:
         with self._lock:
-            self._connection.settimeout(timeout_s or self._timeout_s)
             try:
+                # on a client that was closed meanwhile, because the owner is being replaced, this fails already
+                self._connection.settimeout(timeout_s or self._timeout_s)
                 send_with_fds(self._connection, request, [])
                 answer, fds = receive_with_fds(self._connection, FromOwner)
             except (OSError, EOFError) as error:
