@@ -106,4 +106,8 @@ def _module(name: str):
         from belayer.engine.backends.vllm import core
 
         return core
+    if name == "transformers":
+        from belayer.engine.backends.transformers import core
+
+        return core
     raise ValueError(f"no backend is called {name}")

@@ -1,0 +1,1 @@
+"""transformers' continuous batching as a backend: its cache, scheduler and model inside our worker process."""
