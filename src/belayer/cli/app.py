@@ -87,14 +87,23 @@ def bench(
         bool, Parameter(negative="", help="Fewer samples and workloads; ends within about a minute.")
     ] = False,
     json: Annotated[Path | None, Parameter(help="Write machine, versions and every sample to this file.")] = None,
+    engine: Annotated[bool | None, Parameter(negative="", help="faults: strike the rollout engine.")] = None,
+    faults: Annotated[int | None, Parameter(help="faults: how many; default 1,000, quick 40.")] = None,
+    seed: Annotated[int | None, Parameter(help="faults: which ones, and when; default 0.")] = None,
+    resume: Annotated[
+        bool | None, Parameter(negative="", help="faults: go on with a campaign that was stopped.")
+    ] = None,
 ) -> int:
-    """Measure recovery against its baselines, in one command. NAME is `worker` or `env`.
+    """Measure recovery against its baselines, or strike with random faults, in one command.
 
-    Exits non-zero when a correctness check inside fails; the figures themselves never fail it.
+    NAME is `worker`, `env` or `faults`. Exits non-zero when a correctness check inside fails; the figures themselves
+    never fail it.
+
+    Example: `belayer bench faults --engine --quick`
     """
     from belayer.cli.bench import bench_command
 
-    return bench_command(name, quick=quick, json_path=json)
+    return bench_command(name, quick=quick, json_path=json, engine=engine, faults=faults, seed=seed, resume=resume)
 
 
 @app.command

@@ -1,0 +1,176 @@
+"""Fault campaigns: random faults on living systems under load; nothing may be lost, repeated, changed, stuck or left.
+
+`--engine`: SIGKILL, SIGSEGV, SIGABRT, SIGBUS and SIGSTOP of the worker, the same of its shadow, SIGKILL and SIGSTOP of
+the owner, SIGKILL of the nursery, double faults, and kills at every failpoint of a weights update; at seeded random
+moments, while six requests are always in flight. Every completion is compared, token by token and logprob by logprob,
+with what the undisturbed engine says (float32). At the end nothing of the engine may be left on the host, and neither
+descriptors nor memory may have grown.
+
+`--faults N` injects N faults (1,000), `--seed S` others. A campaign that was stopped goes on with `--resume`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from belayer.config import EngineConfig
+from belayer.errors import ConfigError
+from belayer.faults.engine_kinds import WEIGHTS
+
+from ._fault_campaign import Campaign, Outcome
+from ._fault_episode import Record
+from ._fault_usage import growth
+from ._models import Model, folder
+
+COUNT = {True: 40, False: 1000}
+QUICK_S = 38.0  # no fault is struck later; the end comes on top
+COUNTED = ("lost", "duplicated", "changed", "logprobs_changed", "hung", "failed", "leaked")
+SHOWN = 20  # of what went wrong
+
+_console = Console(highlight=False, soft_wrap=True)
+
+
+class Workload(msgspec.Struct, frozen=True):
+    model: Model
+    engine: dict[str, float | int]
+
+
+def bench(
+    quick: bool, engine: bool = False, faults: int | None = None, seed: int = 0, resume: bool = False
+) -> dict[str, Any]:
+    """Run the campaign; the result is in the form of every bench, one cell for each kind of fault."""
+    if not engine:
+        raise ConfigError("no campaign was chosen", next_step="say what to strike: --engine")
+    workload = msgspec.convert(
+        tomllib.loads((Path(__file__).parent / "workloads" / "faults.toml").read_text()), Workload
+    )
+    model, settings = workload.model, workload.engine
+    config = EngineConfig(
+        model=folder(model),
+        max_model_len=model.max_model_len,
+        max_num_seqs=model.max_num_seqs,
+        kv_bytes=model.kv_bytes,
+        **settings,  # pyright: ignore[reportArgumentType]
+    )
+    state = Path("build") / f"bench-faults-engine-{seed}.state.json"
+    logs = Path(tempfile.mkdtemp(prefix="belayer-bench-faults-"))
+    campaign = Campaign(
+        config,
+        model,
+        seed=seed,
+        count=faults or COUNT[quick],
+        deadline=time.monotonic() + QUICK_S if quick else float("inf"),
+        say=_console.print,
+        state=state,
+        logs=logs,
+    )
+    if resume:
+        campaign.resume()
+        _console.print(f"going on after {campaign.outcome.injected} faults")
+    try:
+        asyncio.run(campaign.run())
+    except KeyboardInterrupt:
+        result = _result(campaign.outcome, seed)
+        show(result, _console)
+        _console.print(f"stopped after {campaign.outcome.injected} faults; go on with --resume")
+        raise
+    return _result(campaign.outcome, seed) | {"logs": str(logs)}
+
+
+def _result(outcome: Outcome, seed: int) -> dict[str, Any]:
+    checks: dict[str, int] = {name: outcome.found.get(name, 0) for name in COUNTED}
+    checks["engines_lost"] = outcome.engines_lost
+    by_kind: dict[str, list[Record]] = {}
+    for record in outcome.records:
+        by_kind.setdefault(record.kind, []).append(record)
+    never = [kind for kind, records in by_kind.items() if len(records) > 2 and not any(r.injected for r in records)]
+    checks["kinds_that_never_struck"] = len(never)
+    return {
+        "ok": not any(checks.values()),
+        "seed": seed,
+        "injected": outcome.injected,
+        "not_injected": dict(Counter(record.why for record in outcome.records if not record.injected)),
+        "never_struck": never,
+        "requests": outcome.completed,
+        "tokens": outcome.tokens,
+        "continuations_over_updates_checked": outcome.parts_checked,
+        "spontaneous_recoveries": outcome.spontaneous,
+        "growth": growth(outcome.usage),
+        "checks": checks,
+        "wrong": outcome.details,
+        "wall_s": outcome.wall_s,
+        "cells": [_cell(kind, by_kind[kind]) for kind in WEIGHTS if kind in by_kind],
+    }
+
+
+def _cell(kind: str, records: list[Record]) -> dict[str, Any]:
+    struck = [record for record in records if record.injected]
+    times = [record.recovery_s for record in struck if record.recovery_s is not None]
+    detected = [record.detect_s for record in struck if record.detect_s is not None]
+    return {
+        "workload": kind,
+        "injected": len(struck),
+        "not_injected": len(records) - len(struck),
+        "with_shadow": sum(record.shadow_ready for record in struck),
+        "how": dict(Counter(record.how for record in struck)),
+        "subject": {
+            "median_s": statistics.median(times) if times else None,
+            "p99_s": _p99(times),
+            "samples_s": times,
+            "phases_s": {"detect_s": statistics.median(detected)} if detected else {},
+            "detect_p99_s": _p99(detected),
+        },
+        "baselines": {},
+        "ratios": {},
+        "checks": {},
+    }
+
+
+def _p99(values: list[float]) -> float | None:
+    """Nearest rank."""
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))] if values else None
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The table by kind of fault, and the totals."""
+    table = Table("fault", "injected", "how", "median", "p99", "detection", "its p99", title="belayer bench faults")
+    for cell in result["cells"]:
+        subject = cell["subject"]
+        how = ", ".join(f"{name} {count}" for name, count in sorted(cell["how"].items(), key=lambda item: -item[1]))
+        table.add_row(
+            cell["workload"],
+            str(cell["injected"]),
+            how,
+            _ms(subject["median_s"]),
+            _ms(subject["p99_s"]),
+            _ms(subject["phases_s"].get("detect_s")),
+            _ms(subject["detect_p99_s"]),
+        )
+    console.print(table)
+    console.print(
+        f"{result['injected']} faults (seed {result['seed']}) in {result['wall_s']:.0f} s; "
+        f"{result['requests']} requests and {result['tokens']} tokens compared, "
+        f"{result['continuations_over_updates_checked']} continuations over an update; "
+        f"{result['spontaneous_recoveries']} recoveries without a fault of ours"
+    )
+    if result["not_injected"]:
+        console.print(f"not injected: {result['not_injected']}")
+    console.print(f"growth from begin to end: {result['growth']}")
+    console.print(f"checks: {result['checks']}")
+    for text in result["wrong"][:SHOWN]:
+        console.print(f"  {text}", markup=False)
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f} ms"
