@@ -19,7 +19,7 @@ from belayer.engine.workers.nursery_link import NurseryLink
 from belayer.errors import EngineUnavailable
 from belayer.ownership import RunLabel
 
-from ._tape import Tape, run
+from ._tape import Tape, Watch, run
 
 START_S = 180.0
 FENCE_S = 10.0
@@ -30,16 +30,23 @@ def unprotected(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update={"standby": "none"})
 
 
-async def cold_start(config: EngineConfig, requests: list[GenerationRequest], tape: Tape, logs: Path) -> float:
-    """Spawn processes, import, load the checkpoint, warm up, prefill; seconds until every request has a token."""
+async def cold_start(
+    config: EngineConfig, requests: list[GenerationRequest], tape: Tape, logs: Path
+) -> tuple[float, float]:
+    """Spawn processes, import, load the checkpoint, warm up, prefill.
+
+    Seconds until every request has a token, and how many of them the warm-up took: a start that only wants to go on
+    could do without it.
+    """
+    watch = Watch()
     with RunLabel.new("bench worker, cold start") as label:
         began = time.monotonic()
-        engine = await Engine.start(unprotected(config), label, log_dir=logs)
+        engine = await Engine.start(unprotected(config), label, events=watch, log_dir=logs)
         try:
             await run(engine, requests, tape)
         finally:
             await engine.close()
-    return max(tape.first.values()) - began
+    return max(tape.first.values()) - began, watch.warm_up_s
 
 
 class BareStandby:

@@ -22,6 +22,7 @@ class Watch:
         self.armed_at = 0.0
         self.phases: dict[str, float] = {}
         self.how = ""
+        self.warm_up_s = 0.0
 
     def __call__(self, event: ev.Event) -> None:
         now = time.monotonic()
@@ -29,6 +30,8 @@ class Watch:
             self.detected_at = now
         elif event.kind == ev.WORKER_STATE and event.data["state"] == "serving":
             self.promoted_at = now
+        elif event.kind == ev.WORKER_STATE and event.data["state"] == "ready":
+            self.warm_up_s = event.data["phases"].get("warm_up_s", 0.0)
         elif event.kind == ev.SHADOW_STATE and event.data["state"] == "ready":
             self.armed_at = now
         elif event.kind == ev.RECOVERED:

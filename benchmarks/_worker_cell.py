@@ -111,7 +111,9 @@ async def _round(cell: Cell, stage: Stage, reference: Tape, samples: _Samples, n
     if number < cell.cold:
         cold = Tape(tape.tokens_at_kill, tape.logprobs_at_kill)
         logs = stage.logs / f"cold-{cell.requests}-{cell.prefix}-{number}"
-        this_round["cold_start"] = await cold_start(stage.config, _resumed(cell, stage.model, tape), cold, logs)
+        took_s, warm_up_s = await cold_start(stage.config, _resumed(cell, stage.model, tape), cold, logs)
+        this_round["cold_start"] = took_s
+        this_round["cold_start_without_warm_up"] = took_s - warm_up_s
         samples.checks.update(cold.compare(reference))
     for name, took_s in this_round.items():
         samples.baselines.setdefault(name, []).append(took_s)

@@ -70,7 +70,8 @@ def points(result: dict[str, Any]) -> list[dict[str, Any]]:
         if not cell["adopt"]:
             samples["prefill floor"] = cell["prefill_floor"]["samples_s"]
         for name, baseline in cell["baselines"].items():
-            samples[name.replace("_", " ")] = baseline.get("samples_s", [])
+            if (series := name.replace("_", " ")) in SERIES:
+                samples[series] = baseline.get("samples_s", [])
         total = cell["requests"] * cell["prefix_tokens"]
         for series, values in samples.items():
             for seconds in values:

@@ -7,6 +7,7 @@ Every round measures the subject and, while the next shadow stands idle, what it
 
   cold_start                         an engine started from nothing (processes, imports, checkpoint, warm-up) and given
                                      the same requests with the tokens they had at the kill
+  cold_start_without_warm_up         the same less the time of its warm-up, which a start for these requests could skip
   image_standby                      no standby process: the shadow comes from its image on disk
   standby_without_retained_weights   a standby that has imported everything, but has no weights and no warm engine
   prefill floor                      the prefill of the very same prefixes alone, by a warm idle worker
