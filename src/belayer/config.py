@@ -35,9 +35,14 @@ class EngineConfig(_Section):
     max_model_len: int = Field(default=2048, ge=16, description="Longest prompt + completion, in tokens.")
     max_num_seqs: int = Field(default=16, ge=1, description="Requests decoded together.")
     kv_bytes: int = Field(default=256 << 20, ge=1 << 20, description="Size of the KV arena in bytes.")
-    standby: Literal["process", "none"] = Field(
-        default="process", description="Keep a warmed-up shadow, or cold start."
+    standby: Literal["process", "image", "none"] = Field(
+        default="process",
+        description="Keep a warmed-up shadow; or only its image, which costs no memory; or cold start.",
     )
+    images: bool = Field(
+        default=False, description="Start workers from a checkpointed one where that works, and make such images."
+    )
+    images_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Disk budget of all engine images.")
     hang_s: float = Field(
         default=2.0, gt=0, description="A decode step that takes longer, with work queued, is a hang."
     )

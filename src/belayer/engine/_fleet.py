@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
@@ -27,6 +29,7 @@ from belayer.engine._wire import (
     Switched,
     Tokens,
 )
+from belayer.engine.images.depot import Depot
 from belayer.engine.lifecycle import ProcessState
 from belayer.engine.memory.host import may_lower_nice
 from belayer.engine.workers.child import environment
@@ -72,7 +75,9 @@ class Fleet:
         self.owner = OwnerCare(config, model, label, self._env, log_dir, events)
         self.owner.on_lost = lambda: self.tell(sv.OwnerLost())
         self.owner.on_fault = lambda fault, how, text: self.report_fault(fault, how, text, False)
-        self.nursery: NurseryLink
+        self.images = Depot(config, model, label, self._env, log_dir, events)
+        self.images.on_change = lambda: self._run(self._notify())
+        self.nursery: NurseryLink | None = None  # only where there is no image to start workers from
         self.changed = asyncio.Condition()  # notified whenever a link or the supervisor's state changed
         self.failure: EngineError | None = None
         self.stale_tokens = 0
@@ -87,8 +92,12 @@ class Fleet:
     async def start(self, policy_version: int) -> None:
         """Start everything and wait until a worker serves. Raises `EngineUnavailable` with the worker's last words."""
         self._policy_version = policy_version
-        self.nursery = self._new_nursery()
-        await self.owner.start()
+        owner = asyncio.ensure_future(self.owner.start())
+        try:
+            if await self.images.find() is None:
+                self.nursery = self._new_nursery()
+        finally:
+            await owner
         for action in self.supervisor.begin():
             self._do(action)
         self._set_timer()
@@ -111,7 +120,8 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.fence(FENCE_TIMEOUT_S) for link in self.links.values()))
-        if hasattr(self, "nursery"):
+        await self.images.close()
+        if self.nursery is not None:
             await self.nursery.close()
         await self.owner.close()
         await self._notify()
@@ -137,7 +147,21 @@ class Fleet:
             for link in self.links.values():
                 link.child.hurry()  # one that was started as a shadow is now what everybody waits for
         self._set_timer()
+        self._tell_depot()
         self._run(self._notify())
+
+    @property
+    def protected(self) -> bool:
+        """Whether the death of the worker that serves would be met by what `engine.standby` asks for."""
+        if self._config.standby == "process":
+            return self.supervisor.protected
+        ready = self._config.standby == "none" or self.images.available.is_set()
+        return self.supervisor.state is sv.State.SERVING and ready
+
+    def _tell_depot(self) -> None:
+        serving = self.supervisor.state is sv.State.SERVING and not self._closing
+        quiet = serving and (self._config.standby != "process" or self.supervisor.protected)
+        self.images.quiet(quiet, lambda: self._spec(0, fill=True, background=True))
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -188,7 +212,11 @@ class Fleet:
         generation = self._generation
         log = self._log_dir / f"worker-{generation}.log"
         async with self._spawning:  # one at a time: the worker before its shadow
-            link = await self._fork(lambda: self._spec(generation, fill, background), log)
+            restored = await self.images.start(lambda: self._spec_for_image(generation, fill, background), log)
+            if restored is not None:
+                link = restored[0]
+            else:
+                link = await self._fork(lambda: self._spec(generation, fill, background), log)
         if link is None:
             return
         self.links[generation] = link
@@ -197,11 +225,13 @@ class Fleet:
         link.on_death = lambda: self._on_death(link)
         link.child.on_exit(lambda how: self._on_exit(link, how))
         self._emit_process(link, "starting")
+        if restored is not None:
+            self._on_message(link, restored[1])
 
     async def _fork(self, spec: Callable[[], Spec], log: Path) -> WorkerLink | None:
         reasons: list[str] = []
         for _attempt in range(NURSERY_ATTEMPTS):
-            if not self.nursery.child.alive:
+            if self.nursery is None or not self.nursery.child.alive:
                 self.nursery = self._new_nursery()
             try:
                 async with asyncio.timeout(self._config.start_timeout_s / NURSERY_ATTEMPTS):
@@ -233,6 +263,10 @@ class Fleet:
             nice=STANDBY_NICE if background and serving and may_lower_nice() else 0,
             scrub_s=self._config.scrub_s,
         )
+
+    def _spec_for_image(self, generation: int, fill: bool, background: bool) -> Spec:
+        awaited = fill or self.supervisor.state is sv.State.COLD_START
+        return msgspec.structs.replace(self._spec(generation, fill, background), nice=0, warm=not awaited)
 
     def _new_nursery(self) -> NurseryLink:
         self._nurseries += 1

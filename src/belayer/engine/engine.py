@@ -348,13 +348,11 @@ class Engine:
 
     # -- watching -----------------------------------------------------------------------------------------------------
     async def wait_standby(self, timeout_s: float) -> None:
-        """Wait until a shadow could take over at once. Raises `EngineError` if that takes longer than `timeout_s`."""
+        """Wait until a shadow, or its image, could take over at once. Raises `EngineError` after `timeout_s`."""
         if self._config.standby == "none":
             raise EngineError("this engine has no shadow: engine.standby is none")
         try:
-            await self._fleet.wait(
-                lambda: self._fleet.failure is not None or self._fleet.supervisor.protected, timeout_s
-            )
+            await self._fleet.wait(lambda: self._fleet.failure is not None or self._fleet.protected, timeout_s)
         except TimeoutError:
             raise EngineError(f"no shadow is ready after {timeout_s:g} s") from None
         if self._fleet.failure is not None:

@@ -59,6 +59,7 @@ async def run(
         pass_fds=tuple(fds),
         env=env,
         cwd="/",
+        start_new_session=True,  # killed half-way it would leave processes behind, so it does not die with a group
     )
     loop = asyncio.get_running_loop()
     pidfd = os.pidfd_open(process.pid)

@@ -76,7 +76,7 @@ def be_worker(control_fd: int, trigger: int, folder: Path) -> None:
     from belayer.engine._wire import receive_with_fds, send_with_fds
     from belayer.engine.backends.vllm import alone
     from belayer.engine.images import canary, key
-    from belayer.engine.workers import lifeline
+    from belayer.engine.workers import cohort, lifeline
     from belayer.engine.workers.progress import Progress
     from belayer.engine.workers.worker import Worker
 
@@ -112,6 +112,7 @@ def be_worker(control_fd: int, trigger: int, folder: Path) -> None:
     os.close(trigger)
     channel = socket.socket(fileno=fds["channel"])
     lifeline.hold(fds["progress"])
+    cohort.watch()
     spec, _fds = receive_with_fds(channel, Spec)
     for name in BAKED:
         if getattr(spec, name) != getattr(worker.spec, name):
