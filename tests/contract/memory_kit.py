@@ -49,7 +49,9 @@ class Peer:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), device, str(nbytes)],
                 pass_fds=[theirs.fileno()],
-                env=os.environ | label.env | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+                env=os.environ
+                | label.env
+                | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])},
                 stderr=subprocess.DEVNULL,
             )
 
@@ -110,7 +112,9 @@ def running_owner(device: str, label: RunLabel) -> Iterator[tuple[OwnerClient, i
                 device,
             ],
             pass_fds=[theirs.fileno()],
-            env=os.environ | label.env | {"PYTHONPATH": str(ROOT / "src")},
+            env=os.environ
+            | label.env
+            | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])},
         )
     client = OwnerClient(ours, timeout_s=START_S)
     try:
@@ -120,6 +124,7 @@ def running_owner(device: str, label: RunLabel) -> Iterator[tuple[OwnerClient, i
         client.close()
         process.kill()
         process.wait()
+        (label.dir / "owner.sock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def build(folder: Path, dtype: str, device: torch.device, weights: OwnedWeights)
     with no_init_weights():
         # on the host, whatever the device: pages that nobody touches cost nothing, memory of a GPU would
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model.tie_weights()  # part of the initialisation that was left out
     model.requires_grad_(False)
     weights.take(model, lambda: checkpoint_tensors(folder), lambda tensors: _load(model, tensors))
     return model.to(device).eval()
