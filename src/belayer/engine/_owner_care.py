@@ -15,6 +15,7 @@ from belayer.engine._model_folder import ModelFacts
 from belayer.engine._wire import Epoch
 from belayer.engine.device import DeviceHealth, health_of
 from belayer.engine.lifecycle import OWNER, Lifecycle, OwnerPhase
+from belayer.engine.owner.client import OwnerClient
 from belayer.engine.owner.process import OwnerProcess
 from belayer.engine.weights.epochs import Epochs
 from belayer.errors import EngineUnavailable, OwnerLost, WeightsError
@@ -75,6 +76,7 @@ class OwnerCare:
         self._device = await asyncio.to_thread(health_of, self._config.device)
         self.process, self.life = await self._new()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._watcher.add_done_callback(self._watch_ended)
 
     async def _new(self) -> tuple[OwnerProcess, Lifecycle[OwnerPhase]]:
         self._count += 1
@@ -136,17 +138,22 @@ class OwnerCare:
             if not self.usable.is_set() or not process.child.alive:
                 continue
             try:
-                # updates hold the client's lock while they ask the owner something, never longer than its deadline
-                await asyncio.to_thread(process.client.state, WATCH_INTERVAL_S)
+                await asyncio.to_thread(_probe, process.path)
             except (OwnerLost, WeightsError) as error:
                 if process is self.process and self.usable.is_set() and not self._closing:
                     self.on_fault("owner.hang", "probe", f"the owner does not answer: {error.what}")
                     self.lost(process)
 
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.on_fault("owner.watch", "defect", f"nobody watches the owner any more: {error!r}")
+
     def _on_exit(self, process: OwnerProcess, how: str) -> None:
         if self._closing or process is not getattr(self, "process", process):
             return
         self._say(process, how)
+        if self.life.state is OwnerPhase.LOST:
+            return  # it was given up, and killed, on purpose
         self.on_fault("owner.exit", "pidfd", f"the owner ended: {how}")
         self.lost(process)
 
@@ -234,3 +241,12 @@ class OwnerCare:
             kept=f"policy version {self.clean.policy_version} serves on",
             next_step="engine.update_timeout_s is the deadline",
         )
+
+
+def _probe(path: Path) -> None:
+    """Ask the owner at `path` how it is, over a connection of its own: nobody else waits for this answer."""
+    client = OwnerClient.connect(path)
+    try:
+        client.state(WATCH_INTERVAL_S)
+    finally:
+        client.close()
