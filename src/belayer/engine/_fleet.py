@@ -57,7 +57,7 @@ class Fleet:
         self._events = events
         self._log_dir = log_dir
         self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
-        # a host's memory is cheap enough for an arena per generation; then a fenced worker can write nothing that counts
+        # a host's memory is cheap enough for an arena per generation: then a fenced worker writes nothing that counts
         self._apart = config.device == "cpu" and not config.adopt_sealed_blocks
         self._generation = 0
         self._nurseries = 0
@@ -75,6 +75,7 @@ class Fleet:
         self.owner = OwnerCare(config, model, label, self._env, log_dir, events)
         self.owner.on_lost = lambda: self.tell(sv.OwnerLost())
         self.owner.on_fault = lambda fault, how, text: self.report_fault(fault, how, text, False)
+        self._restored: set[int] = set()  # generations that came from an image
         self.images = Depot(config, model, label, self._env, log_dir, events)
         self.images.on_change = lambda: self._run(self._notify())
         self.nursery: NurseryLink | None = None  # only where there is no image to start workers from
@@ -220,6 +221,8 @@ class Fleet:
         if link is None:
             return
         self.links[generation] = link
+        if restored is not None:
+            self._restored.add(generation)
         link.on_message = lambda message: self._on_message(link, message)
         self.tell(sv.Started(generation))
         link.on_death = lambda: self._on_death(link)
@@ -299,7 +302,10 @@ class Fleet:
             return
         recovered = self.clock.finish()
         if recovered is not None:
-            data = {"what": "worker", "how": self.supervisor.how, **recovered}
+            how = self.supervisor.how
+            if how == "cold start" and generation in self._restored:
+                how = "image"
+            data = {"what": "worker", "how": how, **recovered}
             self._events(ev.Event(kind=ev.RECOVERED, subject="worker", data=data))
         self.tell(sv.Rebuilt(generation))
 

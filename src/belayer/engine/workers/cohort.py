@@ -47,10 +47,17 @@ def _wait(signals: socket.socket, _keep: socket.socket) -> None:
 
 
 def _children() -> list[int]:
-    """Every child of this process, whichever thread started it."""
+    """Every child of this process, whichever thread started it, by the number it has for this process."""
     found: list[int] = []
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError):  # that thread has just ended
-            with open(f"/proc/self/task/{thread}/children") as listed:
-                found += map(int, listed.read().split())
-    return found
+        # a thread that has just ended has no list any more
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/children") as listed:
+            found += map(int, listed.read().split())
+    return [_own_number(child) for child in found]
+
+
+def _own_number(pid: int) -> int:
+    """The pid of `pid` in its own namespace: /proc shows a worker from an image the numbers of the host."""
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/status") as status:
+        return next(int(line.split()[-1]) for line in status if line.startswith("NSpid:"))
+    return pid
