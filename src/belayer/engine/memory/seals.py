@@ -52,8 +52,8 @@ def stamp(*parts: object) -> bytes:
 
 @dataclass(frozen=True)
 class Seal:
-    """What a record swears. `rows` are checksums of single tokens, in order, as far as there are any; `whole` is the
-    checksum of all bytes of a full block, None for one that is still being filled."""
+    """What a record swears: for a full block `whole`, the checksum of all its bytes; for one that is still being
+    filled (`whole` None) `rows`, one checksum for each token."""
 
     block: int
     epoch: int
@@ -118,10 +118,7 @@ class SealTable:
             _ROW.pack_into(self._memory, at + _ROWS_AT + place * _ROW.size, token, checksum, check)
 
     def complete(self, block: int, tokens: Sequence[int], checksum: int) -> None:
-        """Swear to an open block as a whole: `tokens` fill it and `checksum` is that of all its bytes.
-
-        Rows that `append` never wrote are not checked one by one; their tokens are kept.
-        """
+        """Swear to an open block as a whole: `tokens` fill it and `checksum` is that of all its bytes."""
         at = self._at(block)
         (nonce,) = _NONCE.unpack_from(self._memory, at)
         for place, token in enumerate(tokens):
@@ -136,17 +133,18 @@ class SealTable:
         nonce, epoch, before, check = _HEAD.unpack_from(self._memory, at)
         if nonce == 0 or check != _head_check(nonce, block, epoch, before):
             return None
-        entries = [_ROW.unpack_from(self._memory, at + _ROWS_AT + i * _ROW.size) for i in range(self.block_size)]
-        checksum, check = _FULL.unpack_from(self._memory, at + _FULL_AT)
-        tokens = tuple(token for token, _, _ in entries)
-        rows: list[int] = []
-        for place, (token, row, row_check) in enumerate(entries):
-            if row_check != _row_check(nonce, block, place, token, row):
-                break
-            rows.append(row)
-        if check == _full_check(nonce, block, tokens, checksum):
-            return Seal(block, epoch, before, tokens, tuple(rows), checksum)
-        return Seal(block, epoch, before, tokens[: len(rows)], tuple(rows), None) if rows else None
+        rows = bytes(self._memory[at + _ROWS_AT : at + _ROWS_AT + self.block_size * _ROW.size])
+        entries = array("I", rows)
+        tokens, checksums, checks = tuple(entries[0::3]), tuple(entries[1::3]), entries[2::3]
+        whole, check = _FULL.unpack_from(self._memory, at + _FULL_AT)
+        if check == _full_check(nonce, block, tokens, whole):
+            return Seal(block, epoch, before, tokens, (), whole)
+        count = 0
+        while count < self.block_size and checks[count] == _row_check(
+            nonce, block, count, tokens[count], checksums[count]
+        ):
+            count += 1
+        return Seal(block, epoch, before, tokens[:count], checksums[:count], None) if count else None
 
     def _at(self, block: int) -> int:
         if not 0 <= block < self.blocks:

@@ -226,7 +226,7 @@ class VllmSealing:
         """The block that holds most of `known`, from its first token on, and how many."""
         best: tuple[int, Seal] | None = None
         for seal in self._matching(before):
-            count = _common(seal.tokens if seal.whole is not None else seal.tokens[: len(seal.rows)], known)
+            count = _common(seal.tokens, known)
             if count > (best[0] if best else 0):
                 best = (count, seal)
         if best is None:
