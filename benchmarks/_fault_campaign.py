@@ -7,10 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine import Engine
 from belayer.errors import EngineError
@@ -26,6 +28,7 @@ from ._models import Model, weights
 
 SLOTS = 6
 REQUESTS_S = 90.0
+IMAGE_S = 240.0
 LOST_ENGINES = 5  # a campaign that has lost more is not worth its time
 SAY_EVERY_S = 10.0
 
@@ -41,7 +44,8 @@ class Outcome(msgspec.Struct):
     parts_checked: int = 0
     spontaneous: int = 0
     engines_lost: int = 0
-    usage: list[Usage] = []
+    usage: list[Usage] = []  # of the engine that lives
+    growth: dict[str, dict[str, float]] = {}
     wall_s: float = 0.0
 
     def count(self, kind: str, number: int) -> None:
@@ -52,25 +56,34 @@ class Outcome(msgspec.Struct):
         return sum(record.injected for record in self.records)
 
 
+class Kind(msgspec.Struct, frozen=True):
+    """An engine to strike: `until` that many faults are injected in all."""
+
+    name: str
+    config: EngineConfig
+    until: int
+
+
 class Campaign:
-    """`run` ends once `count` faults are injected or `deadline` (monotonic) is past; `outcome` is always current."""
+    """`run` ends once the last of `engines` has had its faults or `deadline` (monotonic) is past.
+
+    `outcome` is always current.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
+        engines: list[Kind],
         model: Model,
         *,
         seed: int,
-        count: int,
         deadline: float,
         say: Callable[[str], None],
         state: Path,
         logs: Path,
     ) -> None:
-        self._config = config
+        self._kinds = engines
         self._model = model
         self._seed = seed
-        self._count = count
         self._deadline = deadline
         self._say = say
         self._state = state
@@ -94,14 +107,15 @@ class Campaign:
         for _done in self.outcome.records:
             next(faults)
         try:
-            while self._goes_on():
-                await self._live(faults, began)
+            for kind in self._kinds:
+                while self._goes_on(kind):
+                    await self._live(kind, faults, began)
         finally:
             self._save(began)
 
-    def _goes_on(self) -> bool:
+    def _goes_on(self, kind: Kind) -> bool:
         return (
-            self.outcome.injected < self._count
+            self.outcome.injected < kind.until
             and time.monotonic() < self._deadline
             and self.outcome.engines_lost <= LOST_ENGINES
         )
@@ -114,21 +128,22 @@ class Campaign:
         unfinished.rename(self._state)
 
     # -- one engine ---------------------------------------------------------------------------------------------------
-    async def _live(self, faults: Iterator[EngineFault], began: float) -> None:
-        """One engine, for as long as it lives."""
+    async def _live(self, kind: Kind, faults: Iterator[EngineFault], began: float) -> None:
+        """One engine, for as long as it lives or is wanted."""
         self._engines += 1
         log = EventLog()
         with RunLabel.new("bench faults") as label:
             logs = self._logs / f"engine-{self._engines}"
-            engine = await Engine.start(self._config, label, events=log, log_dir=logs, weights=self._weights(0).items())
+            engine = await Engine.start(kind.config, label, events=log, log_dir=logs, weights=self._weights(0).items())
             load = Load(engine, pool(self._model.vocabulary, self._seed), slots=SLOTS, seed=self._seed)
             try:
                 await load.learn(0)
                 await engine.update_weights(self._weights(1).items(), 1)
                 await load.learn(1)
+                await self._wait_image(kind, log)
                 load.start()
                 try:
-                    await self._faults(faults, engine, label, log, load, began)
+                    await self._faults(kind, faults, engine, label, log, load, began)
                     await load.stop(REQUESTS_S)
                     await self._check_rest(engine, load)
                 except (Stuck, EngineError) as error:
@@ -140,16 +155,36 @@ class Campaign:
                 left = left_behind(label)
                 self.outcome.count("leaked", len(left))
                 self.outcome.details += [f"leaked: {thing}" for thing in left]
-        own = self.outcome.usage
-        grown = leaks(growth(own))
+        self.outcome.growth[f"{self._engines}: {kind.name}"] = grown = growth(self.outcome.usage)
+        grown = leaks(grown)
         self.outcome.count("leaked", len(grown))
         self.outcome.details += [f"leaked: {name} grew by {value:g}" for name, value in grown.items()]
+
+    async def _wait_image(self, kind: Kind, log: EventLog) -> None:
+        """An image is only made beside an engine that is left alone, which the campaign will not do."""
+        if not kind.config.images:
+            return
+
+        def news() -> list[dict[str, Any]]:
+            wanted = ("built", "restored", "none")
+            return [data for _at, data in log.since(0.0, ev.ENGINE_IMAGE) if data["state"] in wanted]
+
+        await log.until(lambda: bool(news()), IMAGE_S, "an image of a worker")
+        if news()[-1]["state"] == "none":
+            self._say(f"{kind.name}: no image: {news()[-1]['reason']}")
 
     def _weights(self, number: int) -> dict[str, torch.Tensor]:
         return self._sets[number]
 
     async def _faults(
-        self, faults: Iterator[EngineFault], engine: Engine, label: RunLabel, log: EventLog, load: Load, began: float
+        self,
+        kind: Kind,
+        faults: Iterator[EngineFault],
+        engine: Engine,
+        label: RunLabel,
+        log: EventLog,
+        load: Load,
+        began: float,
     ) -> None:
         striker = Striker(engine, lambda pid: label_of_process(pid) == label.name)
         self.outcome.usage = []
@@ -165,14 +200,16 @@ class Campaign:
             try:
                 record = await episode.run(fault)
             except (Stuck, EngineError) as error:
-                self.outcome.records.append(Record(fault.index, fault.kind, injected=True, how=f"LOST: {error}"))
+                how = f"LOST: {error}"
+                self.outcome.records.append(Record(fault.index, fault.kind, kind.name, injected=True, how=how))
                 raise
+            record.engine = kind.name
             self.outcome.records.append(record)
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 self._save(began)
                 self._progress(load)
-            if not self._goes_on():
+            if not self._goes_on(kind):
                 return
 
     async def _check_rest(self, engine: Engine, load: Load) -> None:
@@ -202,9 +239,10 @@ class Campaign:
         last = self.outcome.records[-1]
         wrong = {kind: number for kind, number in (load.found + Counter(self.outcome.found)).items() if number}
         took = f" in {last.recovery_s * 1e3:.0f} ms" if last.recovery_s is not None else ""
+        done, requests = self.outcome.injected, self.outcome.completed + load.completed
         self._say(
-            f"{self.outcome.injected} of {self._count} faults, {self.outcome.completed + load.completed} requests; "
-            f"last: {last.kind}: {last.how or last.why}{took}; wrong so far: {wrong or 'nothing'}"
+            f"{done} of {self._kinds[-1].until} faults, {requests} requests; last: {last.kind}: "
+            f"{last.how or last.why}{took}; wrong so far: {wrong or 'nothing'}"
         )
 
 

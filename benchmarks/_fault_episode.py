@@ -29,6 +29,7 @@ class Record(msgspec.Struct):
 
     index: int
     kind: str
+    engine: str = ""
     injected: bool = False
     why: str = ""
     how: str = ""

@@ -27,7 +27,7 @@ FENCE_S = 10.0
 
 def unprotected(config: EngineConfig) -> EngineConfig:
     """The same engine without anything that makes a start quicker."""
-    return config.model_copy(update={"standby": "none"})
+    return config.model_copy(update={"standby": "none", "images": False})
 
 
 async def cold_start(

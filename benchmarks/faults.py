@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -28,9 +29,8 @@ from belayer.config import EngineConfig
 from belayer.errors import ConfigError
 from belayer.faults.engine_kinds import WEIGHTS
 
-from ._fault_campaign import Campaign, Outcome
+from ._fault_campaign import Campaign, Kind, Outcome
 from ._fault_episode import Record
-from ._fault_usage import growth
 from ._models import Model, folder
 
 COUNT = {True: 40, False: 1000}
@@ -41,9 +41,49 @@ SHOWN = 20  # of what went wrong
 _console = Console(highlight=False, soft_wrap=True)
 
 
+class Struck(msgspec.Struct, frozen=True):
+    """An engine to strike, see workloads/faults.toml."""
+
+    name: str
+    share: float
+    settings: dict[str, float | int | bool | str]
+
+
 class Workload(msgspec.Struct, frozen=True):
     model: Model
-    engine: dict[str, float | int]
+    engines: list[Struck]
+
+
+def workload() -> Workload:
+    """What workloads/faults.toml says. Raises `msgspec.ValidationError` for an entry that is not understood."""
+    return msgspec.convert(tomllib.loads((Path(__file__).parent / "workloads" / "faults.toml").read_text()), Workload)
+
+
+def _engines(plan: Workload, count: int) -> tuple[list[Kind], list[str]]:
+    """The engines that can run here, and why others cannot. Who cannot leaves its share to the rest."""
+    possible: list[tuple[Struck, EngineConfig]] = []
+    skipped: list[str] = []
+    model = plan.model
+    for engine in plan.engines:
+        try:
+            config = EngineConfig(
+                model=folder(model),
+                max_model_len=model.max_model_len,
+                max_num_seqs=model.max_num_seqs,
+                kv_bytes=model.kv_bytes,
+                **engine.settings,  # pyright: ignore[reportArgumentType]
+            )
+        except ValidationError as error:
+            skipped.append(f"{engine.name}: {error.errors()[0]['msg']}")
+            continue
+        possible.append((engine, config))
+    whole = sum(engine.share for engine, _config in possible)
+    kinds: list[Kind] = []
+    share = 0.0
+    for engine, config in possible:
+        share += engine.share
+        kinds.append(Kind(engine.name, config, round(count * share / whole)))
+    return kinds, skipped
 
 
 def bench(
@@ -52,24 +92,16 @@ def bench(
     """Run the campaign; the result is in the form of every bench, one cell for each kind of fault."""
     if not engine:
         raise ConfigError("no campaign was chosen", next_step="say what to strike: --engine")
-    workload = msgspec.convert(
-        tomllib.loads((Path(__file__).parent / "workloads" / "faults.toml").read_text()), Workload
-    )
-    model, settings = workload.model, workload.engine
-    config = EngineConfig(
-        model=folder(model),
-        max_model_len=model.max_model_len,
-        max_num_seqs=model.max_num_seqs,
-        kv_bytes=model.kv_bytes,
-        **settings,  # pyright: ignore[reportArgumentType]
-    )
+    plan = workload()
+    engines, skipped = _engines(plan, faults or COUNT[quick])
+    for reason in skipped:
+        _console.print(f"skipped: {reason}")
     state = Path("build") / f"bench-faults-engine-{seed}.state.json"
     logs = Path(tempfile.mkdtemp(prefix="belayer-bench-faults-"))
     campaign = Campaign(
-        config,
-        model,
+        engines,
+        plan.model,
         seed=seed,
-        count=faults or COUNT[quick],
         deadline=time.monotonic() + QUICK_S if quick else float("inf"),
         say=_console.print,
         state=state,
@@ -85,7 +117,7 @@ def bench(
         show(result, _console)
         _console.print(f"stopped after {campaign.outcome.injected} faults; go on with --resume")
         raise
-    return _result(campaign.outcome, seed) | {"logs": str(logs)}
+    return _result(campaign.outcome, seed) | {"skipped": skipped, "logs": str(logs)}
 
 
 def _result(outcome: Outcome, seed: int) -> dict[str, Any]:
@@ -106,11 +138,25 @@ def _result(outcome: Outcome, seed: int) -> dict[str, Any]:
         "tokens": outcome.tokens,
         "continuations_over_updates_checked": outcome.parts_checked,
         "spontaneous_recoveries": outcome.spontaneous,
-        "growth": growth(outcome.usage),
+        "engines": {name: _by_engine(name, outcome) for name in dict.fromkeys(r.engine for r in outcome.records)},
+        "growth": outcome.growth,
         "checks": checks,
         "wrong": outcome.details,
         "wall_s": outcome.wall_s,
         "cells": [_cell(kind, by_kind[kind]) for kind in WEIGHTS if kind in by_kind],
+    }
+
+
+def _by_engine(name: str, outcome: Outcome) -> dict[str, Any]:
+    """Recoveries of the worker alone, for they are what the engines differ in."""
+    struck = [record for record in outcome.records if record.engine == name and record.injected]
+    killed = [
+        r.recovery_s for r in struck if r.recovery_s is not None and r.kind.startswith("worker.") and r.shadow_ready
+    ]
+    return {
+        "injected": len(struck),
+        "worker_recovery_median_s": statistics.median(killed) if killed else None,
+        "worker_recovery_p99_s": _p99(killed),
     }
 
 
@@ -166,6 +212,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     if result["not_injected"]:
         console.print(f"not injected: {result['not_injected']}")
+    for name, figures in result["engines"].items():
+        console.print(
+            f"{name}: {figures['injected']} faults; a struck worker with a shadow was replaced in "
+            f"{_ms(figures['worker_recovery_median_s'])} (median), {_ms(figures['worker_recovery_p99_s'])} (p99)"
+        )
     console.print(f"growth from begin to end: {result['growth']}")
     console.print(f"checks: {result['checks']}")
     for text in result["wrong"][:SHOWN]:

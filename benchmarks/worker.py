@@ -25,7 +25,6 @@ import importlib.util
 import tempfile
 import time
 import tomllib
-import typing
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,16 @@ from rich.console import Console
 
 from belayer.config import EngineConfig
 from belayer.engine import Engine
-from belayer.errors import ConfigError
+from belayer.engine.images.key import key_of
+from belayer.engine.images.store import ImageStore
+from belayer.engine.workers.child import environment
+from belayer.errors import BelayerError, EngineError
 from belayer.ownership import RunLabel
 
 from ._models import Model, folder
 from ._standbys import BareStandby
 from ._tape import Watch
-from ._worker_cell import FLOOR_EXTRA_S, FLOOR_FACTOR, Cell, Protected, Stage, measure
+from ._worker_cell import FLOOR_EXTRA_S, FLOOR_FACTOR, READY_S, Cell, Protected, Stage, measure
 from ._worker_plot import plot
 
 BUDGET_S = {True: 46.0, False: 720.0}  # quick: no round begins that would end later, but each cell's first does
@@ -63,58 +65,66 @@ def workloads() -> Workloads:
 def bench(quick: bool) -> dict[str, Any]:
     """Run it; the result is in the form of every bench: cells with samples, medians, ratios and checks."""
     began = time.monotonic()
-    cells, skipped = asyncio.run(_bench(quick))
-    if (overhead := _overhead(quick)) is not None:
-        cells.append(overhead)
+    skipped: list[dict[str, str]] = []
+    cells = asyncio.run(_bench(quick))
+    cells += _overhead(quick, skipped)
     ok = all(int(value) == 0 or value is True for cell in cells for value in cell["checks"].values())
     return {"ok": ok, "cells": cells, "skipped": skipped, "wall_s": time.monotonic() - began}
 
 
-async def _bench(quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+async def _bench(quick: bool) -> list[dict[str, Any]]:
     plan = workloads()
     deadline = time.monotonic() + BUDGET_S[quick]
     results: list[dict[str, Any]] = []
-    skipped: list[dict[str, str]] = []
     groups: dict[tuple[str, bool], list[Cell]] = {}
     for cell in plan.cells:
         if cell.quick or not quick:
             groups.setdefault((cell.model, cell.adopt), []).append(cell)
     for (name, adopt), cells in groups.items():
-        if adopt and "adopt_sealed_blocks" not in EngineConfig.model_fields:
-            skipped.append({"workload": f"{name}, sealed blocks adopted", "skipped": "this engine adopts no blocks"})
-            continue
         async with AsyncExitStack() as stack:
-            stage = await _stage(stack, plan.models[name], adopt)
+            stage = await _stage(stack, plan.models[name], adopt, quick)
             for cell in cells:
                 one = msgspec.structs.replace(cell, kills=min(cell.kills, QUICK_KILLS)) if quick else cell
                 results.append(await measure(one, stage, deadline))
-    return results, skipped
+    return results
 
 
-async def _stage(stack: AsyncExitStack, model: Model, adopt: bool) -> Stage:
+async def _stage(stack: AsyncExitStack, model: Model, adopt: bool, quick: bool) -> Stage:
     """Start what a group of cells needs; `stack` ends it again, in reverse order."""
-    changes: dict[str, Any] = {"adopt_sealed_blocks": True} if adopt else {}
     config = EngineConfig(
         model=folder(model),
         dtype=model.dtype,  # pyright: ignore[reportArgumentType]
         max_model_len=model.max_model_len,
         max_num_seqs=model.max_num_seqs,
         kv_bytes=model.kv_bytes,
-        **changes,
+        adopt_sealed_blocks=adopt,
+        images=True,
     )
     label = stack.enter_context(RunLabel.new("bench worker"))
     logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="belayer-bench-")))
-    subject = await _protected(stack, config, logs / "subject")
-    image: Protected | str = "this engine has no shadow images"
-    if "image" in typing.get_args(EngineConfig.model_fields["standby"].annotation):
+    image: Protected | str = "no image is there yet; the full benchmark makes one"
+    if not quick or _image_is_there(config, label):
         try:
+            # the image is made, if it has to be, before anything is measured
             image = await _protected(stack, config.model_copy(update={"standby": "image"}), logs / "image")
-        except ConfigError as error:  # what images need is not here
+            await image.engine.wait_standby(READY_S)
+        except EngineError as error:  # what images need is not here
             image = error.what
+    if isinstance(image, str):
+        config = config.model_copy(update={"images": False})
+    subject = await _protected(stack, config, logs / "subject")
     bare = BareStandby(config, label, logs / "bare")
     stack.push_async_callback(bare.close)
     await bare.wait_ready()
     return Stage(model, config, subject, image, bare, logs)
+
+
+def _image_is_there(config: EngineConfig, label: RunLabel) -> bool:
+    try:
+        key = key_of(config, environment(label, config.threads, config.batch_invariant and config.dtype == "float32"))
+        return ImageStore(config.images_bytes).find(key) is not None
+    except (BelayerError, OSError):  # no CRIU, or an image that is refused
+        return False
 
 
 async def _protected(stack: AsyncExitStack, config: EngineConfig, logs: Path) -> Protected:
@@ -125,12 +135,14 @@ async def _protected(stack: AsyncExitStack, config: EngineConfig, logs: Path) ->
     return Protected(engine, watch)
 
 
-def _overhead(quick: bool) -> dict[str, Any] | None:
+def _overhead(quick: bool, skipped: list[dict[str, str]]) -> list[dict[str, Any]]:
     """What protection costs while nothing fails, measured by a module of its own."""
     name = f"{__package__}.{OVERHEAD}"
-    if importlib.util.find_spec(name) is None:
-        return None
-    return importlib.import_module(name).overhead(quick)
+    if quick or importlib.util.find_spec(name) is None:
+        reason = "it needs minutes" if quick else "it is not there"
+        skipped.append({"workload": "failure-free cost", "skipped": reason})
+        return []
+    return importlib.import_module(name).overhead(workloads().models, quick)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
