@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from belayer.engine import Sampling
 from belayer.engine._noise import bits, gumbel
 from belayer.engine._penalties import Penalties
-from belayer.engine.sampler import candidates, choose, choose_plainly
+from belayer.engine.sampler import candidates, choose, choose_plainly, likeliest, logprobs_of
 
 pytestmark = pytest.mark.unit
 
@@ -89,7 +89,24 @@ def test_logits_that_are_not_numbers_stop_nobody_else() -> None:
     logits[1, 77] = torch.nan
     found = choose(logits, [(0, KINDS[0], 1), (1, KINDS[0], 1), (2, KINDS[2], 1)])
     assert [found[0], found[2]] == undisturbed
-    assert found[1] == 77  # the engine sees its logprob
+    assert found[1] == likeliest(logits)[1] == 77
+    logprobs = logprobs_of(logits, np.array(found))
+    assert np.isnan(logprobs).tolist() == [False, True, False]  # by this the driver knows
+
+
+@pytest.mark.parametrize("vocabulary", [2, 1000, 50_001])
+def test_logprobs(vocabulary: int) -> None:
+    for scale in (0.1, 4.0, 100.0):
+        logits = logits_of(9, vocabulary, scale=scale)
+        logits[2, 0] = -torch.inf
+        tokens = np.array([row * 7 % (vocabulary - 1) + 1 for row in range(9)])
+        found = logprobs_of(logits, tokens)
+        expected = torch.log_softmax(logits.double(), dim=1)[torch.arange(9), torch.from_numpy(tokens)]
+        assert found == pytest.approx(expected.numpy(), rel=1e-5, abs=1e-5)
+        # to the bit, whatever is beside it
+        assert [
+            float(logprobs_of(logits[row : row + 1], tokens[row : row + 1])[0]) for row in range(9)
+        ] == found.tolist()
 
 
 def test_noise_differs_between_positions_and_seeds_and_nowhere_else() -> None:

@@ -12,6 +12,7 @@ same winner as noise over the whole vocabulary: `choose` decides exactly like `c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -152,6 +153,28 @@ def _nucleus(logits: Logits, sampling: Sampling) -> Tokens:
     before = np.concatenate([[filled[last - 1] if last else 0.0], collected[:-1]])
     sure[order[before < wanted]] = True
     return np.flatnonzero(sure)
+
+
+def likeliest(logits: torch.Tensor) -> Tokens:
+    """The likeliest token of each row of [batch, vocabulary], the first of equals."""
+    return _host(logits).argmax(axis=1)
+
+
+def logprobs_of(logits: torch.Tensor, tokens: Tokens) -> npt.NDArray[np.float32]:
+    """Natural logarithm of the probability of one token in each row of [batch, vocabulary].
+
+    Row by row, so that it cannot depend on the batch. It is NaN where a logit of the row is not a number.
+    """
+    matrix = _host(logits)
+    found = np.empty(len(matrix), dtype=np.float32)
+    work = np.empty_like(matrix[0]) if len(matrix) else matrix
+    with np.errstate(invalid="ignore"):
+        for index, (row, token) in enumerate(zip(matrix, tokens, strict=True)):
+            largest = row.max()
+            np.subtract(row, largest, out=work)
+            np.exp(work, out=work)
+            found[index] = float(row[token]) - float(largest) - math.log(work.sum())
+    return found
 
 
 def choose_plainly(logits: torch.Tensor, row: Row, penalties: Penalties | None = None) -> int:

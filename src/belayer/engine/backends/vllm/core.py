@@ -24,7 +24,7 @@ from belayer.engine.backends.owned_weights import OwnedWeights
 from belayer.engine.backends.vllm import loader
 from belayer.engine.backends.vllm.blocks import KvBlocks
 from belayer.engine.backends.vllm.invariance import use_one_attention_tile
-from belayer.engine.backends.vllm.sampling import CounterSampling, extra_args
+from belayer.engine.backends.vllm.sampling import Rows, extra_args, install
 from belayer.engine.backends.vllm.sealing import VllmSealing
 from belayer.engine.memory.host import Region
 from belayer.engine.request import Sampling
@@ -90,7 +90,7 @@ class VllmBackend:
             block_size=BLOCK_SIZE,
             load_format=loader.LOAD_FORMAT,
             worker_cls=f"{OwnedWorker.__module__}.{OwnedWorker.__name__}",
-            logits_processors=[CounterSampling],
+            logits_processors=[Rows],
             distributed_executor_backend="uni",
             enforce_eager=True,
             skip_tokenizer_init=True,
@@ -100,6 +100,8 @@ class VllmBackend:
         config = arguments.create_engine_config()
         config.compilation_config.mode = CompilationMode.NONE
         self._core = EngineCore(config, UniProcExecutor, log_stats=False)
+        executor: Any = self._core.model_executor
+        install(executor.driver_worker.worker.model_runner)
         if _arena is None:
             raise EngineError("vLLM made no KV allocation that could be found: version mismatch")
         self.arena = _arena
