@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from belayer.engine.request import Sampling
 from belayer.engine.weights.first_epoch import copy_tensors
 from belayer.engine.weights.layout import Layout, Slice
 from belayer.errors import WeightsError
+from belayer.ownership import RunLabel
+from belayer.ownership.reap import label_of_process
 
 pytestmark = pytest.mark.unit
 
@@ -311,19 +314,19 @@ def test_sources_of_this_process_are_known_and_changes_found(tmp_path: Path) -> 
     assert key.changed_source({"engine/gone.py": "x"}) == "engine/gone.py"
 
 
-def test_the_label_is_written_into_another_process(tmp_path: Path) -> None:
-    import subprocess
-
-    from belayer.ownership.reap import label_of_process
-
-    env = {"PATH": os.environ["PATH"], "A": "1", "BELAYER_RUN": "-" * 32, "Z": "2"}
+def test_the_label_is_written_into_another_process() -> None:
+    with RunLabel.new("test engine images") as label:
+        assert len(label.name) == len(restore.NOBODY)
+    env = {"PATH": os.environ["PATH"], "A": "1", "BELAYER_RUN": restore.NOBODY, "Z": "2"}
     with subprocess.Popen(["sleep", "60"], env=env) as sleeper:
         try:
             assert label_of_process(sleeper.pid) == ""
-            restore._set_label(sleeper.pid, "bly-0123abcd")
+            restore.set_label(sleeper.pid, "bly-0123abcd")
             assert label_of_process(sleeper.pid) == "bly-0123abcd"
             variables = Path(f"/proc/{sleeper.pid}/environ").read_bytes().split(b"\0")
             assert b"A=1" in variables and b"Z=2" in variables
+            with pytest.raises(OSError, match="no room"):
+                restore.set_label(sleeper.pid, "bly-0123abcd0")
         finally:
             sleeper.kill()
 

@@ -26,9 +26,9 @@ from belayer.engine._wire import Activate, Activated, FromWorker, Ready, Refusal
 from belayer.engine._wire import send_with_fds as send
 from belayer.engine.images import _criu, canary, thin
 from belayer.engine.images.key import Key, template_environment
-from belayer.engine.images.restore import Restorer
+from belayer.engine.images.restore import NOBODY, Restorer, set_label
 from belayer.engine.images.store import Image, ImageRefused, ImageStore, Meta, check_files
-from belayer.engine.images.template import PLACEHOLDERS, WORKER, Built, Order, label_room
+from belayer.engine.images.template import PLACEHOLDERS, WORKER, Built, Order
 from belayer.engine.memory.host import die_with_parent
 from belayer.engine.owner.process import OwnerProcess
 from belayer.engine.workers.link import WorkerLink
@@ -114,7 +114,7 @@ class _Build:
         trigger, pull = os.pipe()
         fds = [theirs.fileno(), trigger]
         log = self._work / "template.log"
-        env = label_room(template_environment(request.env))
+        env = template_environment(request.env) | self._label.env
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("_init.py")), str(os.getpid())]
         command += [sys.executable, "-m", "belayer.engine.images.template", *map(str, fds), str(folder)]
         with open(log, "ab") as output, control, theirs:
@@ -137,6 +137,7 @@ class _Build:
                 (init,) = _children(outside.pid)
                 for pid in (init, *_children(init)):
                     _not_nice(pid)
+                    set_label(pid, NOBODY)
                 await _criu.dump(init, folder, timeout_s=DUMP_TIMEOUT_S)
                 if any(folder.glob("ghost-file-*")):
                     # CRIU makes such a file anew under its old name, and two restores at once collide there

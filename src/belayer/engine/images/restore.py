@@ -19,11 +19,13 @@ from pathlib import Path
 
 from belayer.engine.images import _criu
 from belayer.engine.images.store import Image
-from belayer.engine.images.template import GO, LABEL_ROOM
+from belayer.engine.images.template import GO
 from belayer.engine.workers.child import Child
 from belayer.ownership import ENV_VAR, RunLabel
 
 RESTORE_TIMEOUT_S = 30.0
+NOBODY = "-" * 12
+"""The label in an image; as long as every run's."""
 _INIT_WAIT_MS = 200
 _restored: set[int] = set()  # inits of this process that are not reaped yet
 
@@ -52,7 +54,7 @@ class Restorer:
             try:
                 worker = _only_child(init)
                 for pid in (init, worker):
-                    _set_label(pid, self._label.name)
+                    set_label(pid, self._label.name)
                 child = Child(worker, os.pidfd_open(worker), log, lambda: _end(init))
             except BaseException:
                 _kill(init)
@@ -98,17 +100,20 @@ def _only_child(pid: int) -> int:
     return int(children[0])
 
 
-def _set_label(pid: int, label: str) -> None:
-    """Write the run's label into the environment of a restored process, where the reaper looks for it."""
+def set_label(pid: int, label: str) -> None:
+    """Write a run's label into the environment of a process, over the one that is there: the reaper looks there.
+
+    Raises `OSError` when there is none of the same length.
+    """
     start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[47])  # env_start: proc(5), field 50
+    content = Path(f"/proc/{pid}/environ").read_bytes()
     needle = f"{ENV_VAR}=".encode()
-    at = Path(f"/proc/{pid}/environ").read_bytes().find(needle)
-    name = label.encode()
-    if at < 0 or len(name) > LABEL_ROOM:
+    at = content.find(needle) + len(needle)
+    if needle not in content or content.find(b"\0", at) - at != len(label):
         raise OSError(f"there is no room for the label {label} in process {pid}")
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        memory.seek(start + at + len(needle))
-        memory.write(name.ljust(LABEL_ROOM, b"\0"))
+        memory.seek(start + at)
+        memory.write(label.encode())
 
 
 def _end(init: int) -> int:
@@ -155,7 +160,7 @@ def _is_stray(process: Path, label: str) -> bool:
         variables = (process / "environ").read_bytes().split(b"\0")
         if variables != [b""]:
             # CRIU's own environment, or already that of the image
-            return any(f"{ENV_VAR}={name}".encode() in variables for name in (label, "-" * LABEL_ROOM))
+            return any(f"{ENV_VAR}={name}".encode() in variables for name in (label, NOBODY))
         return (process / "comm").read_text() == "criu\n"  # it is dead, and only waits to be reaped
     return False
 

@@ -23,11 +23,9 @@ from belayer.engine.images.canary import Words
 from belayer.engine.memory.host import Region
 from belayer.engine.weights.layout import Layout
 from belayer.errors import EngineError
-from belayer.ownership import ENV_VAR
 
 WORKER = 2  # its pid inside
 GO = b"g"
-LABEL_ROOM = 32  # bytes that a restored process has for its run's label
 PLACEHOLDERS = ("channel", "progress", "log")
 BAKED = (
     "backend",
@@ -61,11 +59,6 @@ class Built(msgspec.Struct):
     canary: list[Words]
     sources: dict[str, str]
     inherited: dict[str, str]
-
-
-def label_room(env: dict[str, str]) -> dict[str, str]:
-    """`env` with room for a label; what stands there until then is nobody's."""
-    return env | {ENV_VAR: "-" * LABEL_ROOM}
 
 
 def be_worker(control_fd: int, trigger: int, folder: Path) -> None:
