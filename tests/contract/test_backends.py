@@ -1,0 +1,257 @@
+"""One suite for every inference engine behind `belayer.engine.backends.Backend`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from belayer.engine._penalties import Penalties, penalised
+from belayer.engine._wire import Spec, Work
+from belayer.engine.request import Sampling
+from belayer.engine.sampler import choose
+from belayer.ownership import RunLabel
+from tests.contract.backend_kit import BackendHost, outcomes, requests
+from tests.contract.reference_model import logits
+from tests.engine_kit import VOCABULARY, make_model
+
+pytestmark = pytest.mark.contract
+
+LENGTH = 20
+SEQUENCES = 4
+MAX_MODEL_LEN = 448
+
+Run = dict[str, tuple[list[int], list[float], str | None]]
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same architecture with two sets of weights."""
+    return [make_model(tmp_path_factory.mktemp("model") / f"weights-{seed}", seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("vllm", marks=needs("vllm")), pytest.param("transformers", marks=needs("transformers"))],
+)
+def host(request: pytest.FixtureRequest, folders: list[Path]) -> Iterator[BackendHost]:
+    spec = Spec(
+        generation=1,
+        backend=request.param,
+        model=str(folders[0]),
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=SEQUENCES,
+        kv_bytes=2 << 20,  # 2048 tokens: SEQUENCES long requests do not fit all at once
+        batch_invariant=True,
+        owner_socket="",
+        fill=True,
+        policy_version=0,
+        nice=0,
+    )
+    with RunLabel.new("test backends") as label:
+        host = BackendHost(spec, label)
+        try:
+            yield host
+        finally:
+            host.close()
+
+
+@pytest.fixture(scope="module")
+def work() -> list[Work]:
+    return requests(5, LENGTH, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def whole(host: BackendHost, work: list[Work]) -> Run:
+    """The completions as they are when nothing happens, before any warm-up."""
+    return plain(host, work)
+
+
+def plain(host: BackendHost, work: list[Work], forget_after: int = 0) -> Run:
+    result = outcomes(work, host.ask("complete", work, forget_after))
+    return {key: (one.tokens, one.logprobs, one.reason) for key, one in result.items()}
+
+
+def reference(folder: Path, work: Work, tokens: list[int]) -> torch.Tensor:
+    """Logits of the positions of the completion `tokens`."""
+    return logits(folder, work.prompt_ids + tokens)[len(work.prompt_ids) - 1 : -1]
+
+
+def resumed(work: Work, done: list[int]) -> Work:
+    return Work(work.id, work.prompt_ids, done, work.sampling)
+
+
+def test_importing_starts_no_thread(host: BackendHost) -> None:
+    """Workers are forked after it, and a lock that a thread held would stay locked in them."""
+    assert host.threads_after_preload == 1
+
+
+def test_a_completion_has_its_tokens_and_its_logprobs(host: BackendHost, work: list[Work], whole: Run) -> None:
+    for item in work:
+        tokens, logprobs, reason = whole[item.id]
+        assert len(tokens) == len(logprobs) == LENGTH and reason == "length"
+        assert all(0 <= token < VOCABULARY for token in tokens) and all(value <= 0 for value in logprobs)
+    assert host.ask("state") == (False, False)
+
+
+def test_logprobs_are_the_model_s_and_tokens_the_counter_based_sampler_s(
+    folders: list[Path], work: list[Work], whole: Run
+) -> None:
+    """Against another implementation of the model: temperature, filters and penalties move tokens, never logprobs."""
+    for item in work:
+        tokens, logprobs, _ = whole[item.id]
+        expected = reference(folders[0], item, tokens)
+        said = torch.log_softmax(expected, dim=-1)
+        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            assert logprob == pytest.approx(float(said[position, token]), abs=2e-4)
+            penalties = {}
+            if penalised(item.sampling):
+                penalties[position] = Penalties(item.sampling, item.prompt_ids)
+                penalties[position].extend(tokens[:position])
+            assert choose(expected, [(position, item.sampling, position)], penalties) == [token], (item.id, position)
+
+
+def test_warming_up_leaves_no_trace(host: BackendHost, work: list[Work], whole: Run) -> None:
+    host.ask("warm_up")
+    assert host.ask("state") == (False, False)
+    assert plain(host, work) == whole
+
+
+def test_resumed_anywhere_it_is_the_same_completion(host: BackendHost, work: list[Work], whole: Run) -> None:
+    """Every position, to the last bit of the logprobs; what was decoded is now prefilled, and beside other requests."""
+    for position in range(1, LENGTH):
+        if position % 2:
+            host.ask("forget_prefixes")
+        some = [item for index, item in enumerate(work) if (index + position) % 3 or index == position % 5]
+        for key, (tokens, logprobs, reason) in plain(
+            host, [resumed(item, whole[item.id][0][:position]) for item in some]
+        ).items():
+            assert (tokens, logprobs, reason) == (whole[key][0], whole[key][1][position:], "length"), (key, position)
+
+
+def test_company_does_not_matter(host: BackendHost, work: list[Work], whole: Run) -> None:
+    for item in work:
+        host.ask("forget_prefixes")
+        assert plain(host, [item]) == {item.id: whole[item.id]}
+
+
+def test_more_work_than_fits_is_done_all_the_same(host: BackendHost, work: list[Work], whole: Run) -> None:
+    """More requests than are decoded together, and more tokens than the arena holds: some wait, some start again."""
+    many = [
+        Work(f"{item.id}-{copy}", item.prompt_ids, [], item.sampling) for copy in range(4) for item in reversed(work)
+    ]
+    result = plain(host, many)
+    assert {key: value for key, value in result.items() if value != whole[key.split("-")[0]]} == {}
+
+
+def test_prefixes_can_be_forgotten_at_any_time(host: BackendHost, work: list[Work], whole: Run) -> None:
+    for steps in (1, 2, 9):
+        assert plain(host, work, steps) == whole
+
+
+def test_the_cache_lies_in_the_arena_and_nothing_left_there_is_read(
+    host: BackendHost, work: list[Work], whole: Run
+) -> None:
+    # 255s are NaN throughout: no number at all may come from there. vLLM's kernel multiplies what is left in a block
+    # that is not full by zero, so it needs an arena of numbers; it gets zeros
+    for fill in (0, 255 if host.spec.backend == "transformers" else 63):
+        host.ask("use_new_arena", fill)
+        assert host.ask("arena_bytes_other_than", fill) == 0
+        assert plain(host, work) == whole
+        tokens = sum(len(item.prompt_ids) + LENGTH for item in work)
+        assert host.ask("arena_bytes_other_than", fill) > tokens * 2 * 2 * 64  # layers, keys and values, bytes changed
+
+
+def test_other_weights_are_used_from_the_next_token_on(
+    host: BackendHost, folders: list[Path], work: list[Work], whole: Run
+) -> None:
+    host.ask("submit", work)
+    before = host.ask("step", 12)
+    host.ask("use_weights", folders[1])
+    after = host.ask("complete", [])
+    mixed = outcomes(work, before + after)
+    for item in work:
+        tokens = mixed[item.id].tokens
+        old = sum(len(chunk.token_ids) for chunk in before if chunk.id == item.id)
+        assert tokens[:old] == whole[item.id][0][:old]
+        said = torch.log_softmax(reference(folders[1], item, tokens), dim=-1)
+        for position in range(old, LENGTH):
+            assert mixed[item.id].logprobs[position] == pytest.approx(float(said[position, tokens[position]]), abs=2e-4)
+    host.ask("use_weights", folders[0])
+    assert plain(host, work) == whole
+
+
+def test_stop_tokens_end_a_completion_and_are_part_of_it(host: BackendHost, work: list[Work], whole: Run) -> None:
+    stopping = []
+    for item in work:
+        tokens = whole[item.id][0]
+        stop = next(t for index, t in enumerate(tokens) if index >= 5 and t not in tokens[:index])
+        stopping.append(
+            Work(item.id, item.prompt_ids, [], msgspec.structs.replace(item.sampling, stop_token_ids=(stop, 10**6)))
+        )
+    ended = plain(host, stopping)
+    for item in stopping:
+        tokens = whole[item.id][0]
+        end = tokens.index(item.sampling.stop_token_ids[0]) + 1
+        assert ended[item.id] == (tokens[:end], whole[item.id][1][:end], "stop")
+    again = plain(host, [resumed(item, ended[item.id][0][:-1]) for item in stopping])
+    assert {key: value[0] for key, value in again.items()} == {key: value[0] for key, value in ended.items()}
+    assert {value[2] for value in again.values()} == {"stop"}
+
+
+def test_the_budget_counts_what_was_there_already(host: BackendHost, work: list[Work], whole: Run) -> None:
+    last = plain(host, [resumed(item, whole[item.id][0][:-1]) for item in work])
+    assert {key: (len(logprobs), reason) for key, (_, logprobs, reason) in last.items()} == dict.fromkeys(
+        whole, (1, "length")
+    )
+
+
+def test_a_completion_ends_where_the_model_does(host: BackendHost) -> None:
+    sampling = Sampling(max_tokens=1000, temperature=0.0)
+    prompt = [(3 * i + 1) % VOCABULARY for i in range(MAX_MODEL_LEN - 7)]
+    (tokens, _logprobs, reason) = plain(host, [Work("long", prompt, [], sampling)])["long"]
+    assert (len(tokens), reason) == (7, "length")
+    assert plain(host, [Work("long", prompt, tokens[:4], sampling)])["long"][0] == tokens
+
+
+def test_aborted_requests_say_nothing_more_and_the_others_go_on(
+    host: BackendHost, work: list[Work], whole: Run
+) -> None:
+    host.ask("abort", ["nobody"])
+    for steps in (0, 1, 6):  # waiting, prefilled, decoding
+        host.ask("submit", work)
+        chunks = host.ask("step", steps)
+        host.ask("abort", ["r1", "r3", "nobody"])
+        later = host.ask("complete", [])
+        assert not {chunk.id for chunk in later} & {"r1", "r3"}
+        kept = [item for item in work if item.id not in ("r1", "r3")]
+        mine = [chunk for chunk in chunks + later if chunk.id not in ("r1", "r3")]
+        assert {k: (o.tokens, o.logprobs, o.reason) for k, o in outcomes(kept, mine).items()} == {
+            item.id: whole[item.id] for item in kept
+        }
+    assert host.ask("state") == (False, False)
+    assert plain(host, work) == whole, "an aborted request's id can be used again"
+
+
+def test_a_step_says_beforehand_whether_it_prefills(host: BackendHost, work: list[Work], whole: Run) -> None:
+    assert host.ask("state") == (False, False)
+    host.ask("forget_prefixes")
+    host.ask("submit", work[:2])
+    assert host.ask("state") == (True, True)
+    chunks = host.ask("step", 1)
+    assert host.ask("state") == (True, False)
+    host.ask("submit", [work[4]])
+    assert host.ask("state") == (True, True)
+    chunks += host.ask("complete", [])
+    assert host.ask("state") == (False, False)
+    for key, outcome in outcomes([*work[:2], work[4]], chunks).items():
+        assert (outcome.tokens, outcome.logprobs, outcome.reason) == whole[key]
