@@ -29,6 +29,8 @@ def environment(label: RunLabel, threads: int, batch_invariant: bool) -> dict[st
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process more costs seconds at start and a place more to fail
         "TORCHDYNAMO_DISABLE": "1",  # otherwise logprobs compile for 16 s
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for a GPU must not initialise CUDA, or nothing may be forked
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same product gives the same bits every time
     }
     # compute threads that spin while they wait for one another run 5 to 20 times slower on a machine that is busy,
     # and this one is: trainer, sandboxes and shadow share its cores
