@@ -237,7 +237,6 @@ class Rollout:
 
     async def _generate(self, text: str, sampling: Sampling) -> Call:
         number = self._next
-        self._void_if_older(number)
         started, begun = time.time(), time.perf_counter()
         self._environment.bubble_begins()
         made = 0
@@ -261,14 +260,6 @@ class Rollout:
         """What the journal holds of the turn `number`."""
         return list(self._history.calls[number].ids) if number < len(self._history.calls) else []
 
-    def _void_if_older(self, number: int) -> None:
-        """A turn that a driver's end cut off must not go on with other weights where turns may not span versions."""
-        if self._engine.version_policy == "allow" or not self._resumable(number):
-            return
-        begun_with, serving = self._history.calls[number].versions[0], self._engine.policy_version
-        if begun_with != serving:
-            self._void(number, f"begun with policy version {begun_with}, resumed with {serving}")
-
     def _void(self, number: int, reason: str) -> None:
         if number < len(self._history.calls):  # otherwise it had no token yet
             self._journal.record(TurnVoided(rollout=self.id, attempt=self.attempt, call=number, reason=reason))
@@ -284,6 +275,7 @@ class Rollout:
             prompt_ids=prompt,
             sampling=sampling,
             resume_ids=resume,
+            resume_version=self._history.calls[number].versions[0] if resume else None,
             trajectory=f"{self.id}.{self.attempt}",
         )
 

@@ -29,6 +29,7 @@ from belayer.errors import (
     RestoreFailed,
     RolloutFailed,
     SandboxLost,
+    TurnRestarted,
 )
 from belayer.journal import Journal
 from belayer.recovery.breaker import CircuitBreaker
@@ -76,6 +77,7 @@ class World:
         self.images: dict[tuple[str, str], list[tuple[str, bytes]]] = {}
         self.count = 0
         self.nonce = 0
+        self.policy_version = 0
         self.struck: set[tuple[str, int]] = set()
 
 
@@ -196,20 +198,30 @@ class ModelSandboxes:
 
 
 class ModelEngine:
-    """Tokens are a pure function of (seed, position, prompt), in chunks of one or two."""
+    """Tokens are a pure function of (seed, position, prompt), in chunks of one or two.
 
-    version_policy = "allow"
-    policy_version = 3
+    New weights may come at any moment, and no turn may span two versions.
+    """
 
-    def __init__(self, chaos: Chaos, vocabulary: int) -> None:
-        self.chaos, self.vocabulary = chaos, vocabulary
+    version_policy = "restart_turn"
+
+    def __init__(self, world: World, chaos: Chaos, vocabulary: int) -> None:
+        self.world, self.chaos, self.vocabulary = world, chaos, vocabulary
+
+    @property
+    def policy_version(self):
+        return self.world.policy_version
 
     async def generate(self, request, on_tokens):
         done = len(request.resume_ids)
+        begun_with = request.resume_version if done else self.policy_version
         limit = request.sampling.max_tokens
         while True:
             await asyncio.sleep(0)
-            self.chaos.strikes()
+            if self.chaos.strikes("update"):
+                self.world.policy_version += 1
+            if self.policy_version != begun_with:
+                raise TurnRestarted("new weights")
             ids = [self._token(request, done + i) for i in range(min(1 + done % 2, limit - done))]
             finish = "length" if done + len(ids) >= limit else None
             on_tokens(
@@ -218,7 +230,7 @@ class ModelEngine:
                     start=done,
                     token_ids=ids,
                     logprobs=[-0.5] * len(ids),
-                    weights_version=3,
+                    weights_version=self.policy_version,
                     finish_reason=finish,
                 )
             )
@@ -262,7 +274,7 @@ async def one_session(folder: Path, world: World, chaos: Chaos, policy, task, fi
     run = Run(SimpleNamespace(path=folder), config, journal, SimpleNamespace(close=lambda: None))
     run._policy = policy
     run._breaker = CircuitBreaker(10_000)
-    run.sandboxes, run.engine, run.sink = ModelSandboxes(world, chaos), ModelEngine(chaos, 5), events.ignore
+    run.sandboxes, run.engine, run.sink = ModelSandboxes(world, chaos), ModelEngine(world, chaos, 5), events.ignore
 
     async def watched(rollout):
         reward = await solve(rollout)
@@ -288,6 +300,8 @@ def check_consistent(journal: Journal, final_logs: dict) -> None:
         actions = [(eval_command(call.asked), call.result["exec"]["stdout"]) for call in history.actions()]
         assert actions == final_logs[name], f"{name}: the journal and the environment disagree"
         # what the model was shown is what those actions observed, in order
+        for call in history.calls:
+            assert len(set(call.versions)) <= 1, f"{name}: a turn of two policy versions"
         shown = [call.ids for call in history.calls if call.kind == "observe"][1:]
         assert shown == [[200 + byte for byte in out] for _, out in actions[1:-1]]
 
@@ -321,6 +335,7 @@ def test_delivered_rollouts_describe_their_environment(sessions, policy, turns, 
         delivered = None
         for decisions in [*sessions, []]:
             chaos = Chaos(decisions)
+            world.policy_version += 1  # a driver that starts again may start with other weights
             chosen = {"always": Always(), "never": Never(), "every-2": EveryN(2)}[policy]
             try:
                 delivered = asyncio.run(one_session(folder, world, chaos, chosen, task, final_logs))
@@ -392,7 +407,8 @@ async def with_function(folder: Path, function, tasks=("x",), chaos: Chaos | Non
     config = Config(run=RunConfig(max_concurrent=4), recovery=RecoveryConfig(infra_retries=3, attempts=1))
     run = Run(SimpleNamespace(path=folder), config, journal, SimpleNamespace(close=lambda: None))
     chaos = chaos or Chaos([])
-    run.sandboxes, run.engine, run.sink = ModelSandboxes(World(), chaos), ModelEngine(chaos, 5), events.ignore
+    world = World()
+    run.sandboxes, run.engine, run.sink = ModelSandboxes(world, chaos), ModelEngine(world, chaos, 5), events.ignore
     try:
         return await run.collect(function, list(tasks), name=name), journal
     finally:

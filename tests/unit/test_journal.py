@@ -188,6 +188,31 @@ def test_history_of_a_truncated_rollout(tmp_path):
     assert Journal(tmp_path).history("a").context() == [1, 2]
 
 
+def test_a_voided_turn_is_gone_and_only_an_unfinished_one_can_be(tmp_path):
+    journal = Journal(tmp_path)
+    journal.record(r.RolloutStarted(rollout="a", group="g", task=None, seed=1))
+    journal.record(r.TokensAppended(rollout="a", call=0, source="observation", ids=[1]))
+    for version, finish in ((4, ""), (5, "stop")):
+        journal.record(
+            r.TokensAppended(
+                rollout="a",
+                call=1,
+                source="model",
+                ids=[version],
+                logprobs=[0.0],
+                weights_version=version,
+                finish=finish,
+            )
+        )
+        if not finish:
+            journal.record(r.TurnVoided(rollout="a", call=1, reason="new weights"))
+            assert journal.history("a").context() == [1]
+    assert journal.history("a").context() == [1, 5]
+    for call in (0, 1, 2):  # an observation, a finished turn, none at all
+        with pytest.raises(JournalCorrupt, match="is no unfinished turn"):
+            journal.record(r.TurnVoided(rollout="a", call=call, reason="new weights"))
+
+
 def test_a_completion_without_its_intent_is_refused(tmp_path):
     journal = Journal(tmp_path)
     journal.record(r.RolloutStarted(rollout="a", group="g", task=None, seed=1))

@@ -15,6 +15,7 @@ from belayer.engine._fleet import Fleet
 from belayer.engine._model_folder import ModelFacts, inspect
 from belayer.engine._owner_care import WeightsSource
 from belayer.engine._wire import Abort, Chunk, Epoch, Submit, Tokens
+from belayer.engine.admission import problem
 from belayer.engine.lifecycle import RequestState
 from belayer.engine.request import GenerationRequest, TokenChunk, TokenSink, WeightsEpoch
 from belayer.engine.requests import Flight, Requests, Verdict
@@ -119,8 +120,8 @@ class Engine:
         exception it raises ends the request and comes out here. A worker's death is not visible: generation goes on
         with the very next token. Cancelling the call ends the request in the worker.
 
-        Raises `RequestRefused` before any token for a request that cannot be honoured, `EngineUnavailable` when no
-        worker serves any more.
+        Raises `RequestRefused` before any token for a request that cannot be honoured, `TurnRestarted` when new weights
+        arrive and the version policy lets no turn span two versions, `EngineUnavailable` when no worker serves any more.
         """
         self._check(request)
         watch = await self._stopping.watch(request)
@@ -142,9 +143,20 @@ class Engine:
         await self._gate.enter(trajectory)
         try:
             self._check(request)  # much may have happened at the gate
+            self._check_resumed_version(request)
             return await self._complete(request, on_tokens, watch)
         finally:
             await self._gate.leave(trajectory, ended=not request.trajectory)
+
+    def _check_resumed_version(self, request: GenerationRequest) -> None:
+        version = request.resume_version
+        if self._config.version_policy == "allow" or not request.resume_ids or version in (None, self.policy_version):
+            return
+        raise TurnRestarted(
+            f"request {request.id} was begun with policy version {version}; {self.policy_version} serves by now",
+            kept="every earlier turn",
+            next_step="discard this turn's tokens and generate it again",
+        )
 
     async def _complete(self, request: GenerationRequest, on_tokens: TokenSink, watch: StopWatch | None) -> str:
         flight = self._requests.add(request, on_tokens)
@@ -170,30 +182,10 @@ class Engine:
             raise EngineUnavailable("the engine is closed")
         if self._fleet.failure is not None:
             raise self._fleet.failure
-        sampling = request.sampling
-        problem = None
         if self._requests.has(request.id):
-            problem = "a request with this id is in flight"
-        elif not request.prompt_ids:
-            problem = "the prompt is empty"
-        elif (unsuitable := sampling.problem()) is not None:
-            problem = unsuitable
-        elif sampling.max_tokens < len(request.resume_ids):
-            problem = f"max_tokens is {sampling.max_tokens} and {len(request.resume_ids)} tokens are there already"
-        elif len(request.prompt_ids) + len(request.resume_ids) >= self._config.max_model_len:
-            problem = (
-                f"{len(request.prompt_ids)} prompt and {len(request.resume_ids)} resumed tokens leave no room in "
-                f"max_model_len {self._config.max_model_len}"
-            )
-        elif (
-            not 0
-            <= min(request.prompt_ids + request.resume_ids)
-            <= max(request.prompt_ids + request.resume_ids)
-            < self._model.vocab_size
-        ):
-            problem = f"token ids must be in [0, {self._model.vocab_size})"
-        if problem:
-            raise RequestRefused(f"request {request.id}: {problem}")
+            raise RequestRefused(f"request {request.id}: a request with this id is in flight")
+        if (reason := problem(request, self._config.max_model_len, self._model.vocab_size)) is not None:
+            raise RequestRefused(f"request {request.id}: {reason}")
 
     def _drop(self, flight: Flight, how: RequestState) -> None:
         """A request ends before its worker is done with it."""

@@ -93,6 +93,9 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """One completion to make. `resume_ids` are tokens of it that the journal holds already.
 
+    `resume_version` is the policy version that made them; where turns must not span versions the request is not
+    resumed with another one (`TurnRestarted`).
+
     `trajectory` names the conversation that this is a turn of; it matters where a trajectory must not span policy
     versions. Without it the request is a trajectory of its own.
     """
@@ -101,6 +104,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     prompt_ids: list[int]
     sampling: Sampling
     resume_ids: list[int] = []
+    resume_version: int | None = None
     trajectory: str = ""
 
 
