@@ -120,8 +120,8 @@ class Engine:
         exception it raises ends the request and comes out here. A worker's death is not visible: generation goes on
         with the very next token. Cancelling the call ends the request in the worker.
 
-        Raises `RequestRefused` before any token for a request that cannot be honoured, `TurnRestarted` when new weights
-        arrive and the version policy lets no turn span two versions, `EngineUnavailable` when no worker serves any more.
+        Raises `RequestRefused` before any token for a request that cannot be honoured; `TurnRestarted` when new weights
+        arrive and the version policy lets no turn span two versions; `EngineUnavailable` when no worker serves.
         """
         self._check(request)
         watch = await self._stopping.watch(request)
