@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from belayer.engine import Sampling
+from belayer.engine import Sampling, _sampler_on_device
 from belayer.engine._noise import bits, gumbel
 from belayer.engine._penalties import Penalties
 from belayer.engine.sampler import candidates, choose, choose_plainly, likeliest, logprobs_of
@@ -81,6 +81,32 @@ def test_the_quick_way_finds_the_same_winner(
         rows.append((row, Sampling(**values | changed), position + row))
     penalties = penalties_of(list(range(6)), vocabulary)
     assert choose(logits, rows, penalties) == [choose_plainly(logits, row, penalties.get(row[0])) for row in rows]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    vocabulary=st.sampled_from([2, 9, 1000, 4097]),
+    keys=st.lists(st.tuples(st.integers(0, (1 << 64) - 1), st.integers(0, 1 << 40)), min_size=1, max_size=4),
+    scale=st.sampled_from([0.3, 3.0, 30.0]),
+)
+def test_an_accelerator_decides_the_same(vocabulary: int, keys: list[tuple[int, int]], scale: float) -> None:
+    """Its way of working, on this processor."""
+    ours = bits(keys, vocabulary)
+    assert (_sampler_on_device.bits(keys, vocabulary, torch.device("cpu")).numpy() == ours).all()
+    logits = logits_of(6, vocabulary, keys[0][0] % 1000, scale)
+    penalties = penalties_of(list(range(6)), vocabulary)
+    for _seed, position in keys:
+        rows = [(row, KINDS[row], position + row) for row in range(6)]
+        assert _sampler_on_device.choose(logits, rows, penalties) == choose(logits, rows, penalties)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_an_accelerator() -> None:
+    logits = logits_of(6, 4097)
+    penalties = penalties_of(list(range(6)), 4097)
+    for position in range(200):
+        rows = [(row, KINDS[row], position) for row in range(6)]
+        assert choose(logits.cuda(), rows, penalties) == choose(logits, rows, penalties)
 
 
 def test_logits_that_are_not_numbers_stop_nobody_else() -> None:

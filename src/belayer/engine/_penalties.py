@@ -39,17 +39,22 @@ class Penalties:
             self._counts[slot] += 1
             self.length += 1
 
-    def apply(self, row: npt.NDArray[np.float64]) -> None:
-        """Change one row of logits, float64 [vocabulary], in place."""
-        sampling = self._sampling
-        ids, counts = self._ids[: len(self._slots)], self._counts[: len(self._slots)]
-        logits = row[ids]
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The tokens whose logits change."""
+        return self._ids[: len(self._slots)]
+
+    def changed(self, logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """What the logits of `ids`, float64, become."""
+        sampling, counts = self._sampling, self._counts[: len(self._slots)]
         if sampling.repetition_penalty != 1:
             factor = sampling.repetition_penalty
             logits = np.where(logits > 0, logits / factor, logits * factor)
-        logits -= sampling.frequency_penalty * counts
-        logits -= sampling.presence_penalty * (counts > 0)
-        row[ids] = logits
+        return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+
+    def apply(self, row: npt.NDArray[np.float64]) -> None:
+        """Change one row of logits, float64 [vocabulary], in place."""
+        row[self.ids] = self.changed(row[self.ids])
 
 
 def penalised(sampling: Sampling) -> bool:

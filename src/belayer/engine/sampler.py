@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from belayer.engine import _sampler_on_device
 from belayer.engine._noise import Bits, Floats, bits, gumbel
 from belayer.engine._penalties import Penalties
 from belayer.engine.request import Sampling
@@ -41,6 +42,8 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], penalties: Mapping[int, Pe
 
     `penalties` holds, by row of the logits, the tokens so far of those requests that have a penalty.
     """
+    if logits.device.type != "cpu":
+        return _sampler_on_device.choose(logits, rows, penalties or {})
     matrix = _host(logits)
     columns = matrix.shape[1]
     tokens = [0] * len(rows)
