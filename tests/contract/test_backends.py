@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.contract.backend_kit import BackendHost, outcomes, requests
+from tests.contract.reference_model import logits
+from tests.engine_kit import VOCABULARY, make_model
 
 from belayer.engine._penalties import Penalties, penalised
 from belayer.engine._wire import Spec, Work
 from belayer.engine.request import Sampling
 from belayer.engine.sampler import choose
 from belayer.ownership import RunLabel
-from tests.contract.backend_kit import BackendHost, outcomes, requests
-from tests.contract.reference_model import logits
-from tests.engine_kit import VOCABULARY, make_model
 
 pytestmark = pytest.mark.contract
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.contract.memory_kit import Order, Peer, running_owner
 
 from belayer.engine import memory
 from belayer.engine.memory import Scratch, _weighted_sum
 from belayer.engine.weights.layout import Layout, Slice, digest
 from belayer.ownership import RunLabel
-from tests.contract.memory_kit import Order, Peer, running_owner
 
 pytestmark = pytest.mark.contract
 
