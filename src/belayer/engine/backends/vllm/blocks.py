@@ -6,11 +6,8 @@ processor (transposed, or in pairs), so the place of a single token is found out
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import mmap
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import google_crc32c
 import numpy as np
@@ -20,10 +17,6 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from belayer.engine.memory import Region
 from belayer.errors import EngineError
-
-_MADV_REMOVE = 9
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class KvBlocks:
@@ -89,28 +82,9 @@ class KvBlocks:
         elif start < self.size:
             self._elements[block].index_fill_(2, self._places[start:].flatten(), 0)
 
-    def forget_all_but(self, kept: Collection[int]) -> None:
-        """Give the pages of all other blocks back to the kernel; they read as zeros afterwards."""
-        end, layers, piece = self._arena.nbytes, self._pieces.shape[1], self._pieces.shape[2]
-        stride = self._pieces.strides[1]
-        edges = sorted((layer * stride + block * piece, piece) for layer in range(layers) for block in kept)
-        position = 0
-        for offset, nbytes in [*edges, (end, 0)]:
-            self._forget(position, offset)
-            position = offset + nbytes
-
-    def _forget(self, start: int, end: int) -> None:
-        page = mmap.PAGESIZE
-        first, last = -(-start // page) * page, end // page * page
-        memory = self._arena.tensor()
-        if first >= last:
-            memory[start:end] = 0
-            return
-        memory[start:first] = 0
-        memory[last:end] = 0
-        if _libc.madvise(self._arena.address + first, last - first, _MADV_REMOVE):
-            code = ctypes.get_errno()
-            raise OSError(code, f"madvise(MADV_REMOVE): {os.strerror(code)}")
+    def forget(self) -> None:
+        """Zero every block."""
+        self._arena.forget()
 
 
 def _places(cache: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Sealing vLLM's KV blocks after each step, and adopting what a dead worker sealed.
 
 While this worker serves, `seal` writes down every token whose keys and values the last step computed, and `void`
-happens before vLLM hands a block to anybody else. A successor maps the same arena and calls `open`: pages of blocks
-without a seal of its weights epoch go back to the kernel, the others become candidates, at the end of vLLM's queue of
-free blocks. `want` looks for a request's tokens among them. A candidate is verified when a request wants it, over the
-bytes in the arena, and only then does vLLM learn of it: full blocks enter its prefix cache, and of the last, partly
-filled one it makes a private copy as for any partial hit. A candidate that fails, or that vLLM needs for something
-else first, is zeroed; nothing ever reads it.
+happens before vLLM hands a block to anybody else. A successor maps the same arena and calls `open`: every block is now
+foreign, and those with a seal of its weights epoch are candidates, at the end of vLLM's queue of free blocks. `want`
+looks for a request's tokens among them. A candidate is verified when a request wants it, over the bytes in the arena,
+and only then does vLLM learn of it: full blocks enter its prefix cache, and of the last, partly filled one it makes a
+private copy as for any partial hit. A foreign block that fails, or that vLLM takes for something else, is zeroed before
+anybody can read it.
 
 Why this does not contradict "KV bytes left by a dead worker are never read": docs/decisions/0006-sealed-blocks.md.
 """
@@ -67,7 +67,8 @@ class VllmSealing:
         self._live: dict[int, _Live] = {}
         self._cursors: dict[str, _Cursor] = {}
         self._candidates: dict[bytes, list[Seal]] = {}  # by the chain before them
-        self._unverified: set[int] = set()
+        self._unverified: set[int] = set()  # blocks of candidates
+        self._foreign: set[int] = set()  # blocks that may hold anything
         self._tails: dict[str, _Tail] = {}  # adopted partial blocks, kept from reuse until vLLM has its copy
         self._counts = [0, 0, 0]
         self._take_blocks = self._pool.get_new_blocks
@@ -87,19 +88,18 @@ class VllmSealing:
         self._epoch = epoch
         geometry = stamp("vllm", vllm.__version__, layout_hash, *self._blocks.geometry)
         if not table.describes(geometry):
-            self._blocks.forget_all_but(())
+            self._blocks.forget()
             table.format(geometry)
             return 0
-        for block in range(1, self._blocks.count):  # vLLM's block 0 is a placeholder
+        self._blocks.clear(0)  # vLLM's placeholder, which is never handed out
+        self._foreign = set(range(1, self._blocks.count))
+        for block in self._foreign:
             seal = table.read(block)
-            if seal is not None and seal.epoch == epoch:
-                self._candidates.setdefault(seal.before, []).append(seal)
-                self._unverified.add(block)
-            else:
+            if seal is None or seal.epoch != epoch:
                 table.void(block)
-        table.void(0)
-        self._blocks.forget_all_but(self._unverified)
-        for block in self._unverified:
+                continue
+            self._candidates.setdefault(seal.before, []).append(seal)
+            self._unverified.add(block)
             self._pool.free_block_queue.remove(self._pool.blocks[block])
             self._pool.free_block_queue.append(self._pool.blocks[block])
         return len(self._unverified)
@@ -115,8 +115,6 @@ class VllmSealing:
             self._release(key)
         if self._table is not None:
             self._table.void_all()
-        for block in self._unverified:
-            self._blocks.clear(block)
         self._unverified.clear()
         self._candidates.clear()
         self._live.clear()
@@ -173,16 +171,15 @@ class VllmSealing:
         live.sealed = count
 
     def _get_new_blocks(self, count: int) -> list[Any]:
-        """vLLM's, after which nothing is sworn any more about the blocks it hands out."""
+        """vLLM's, after which nothing is sworn any more about the blocks it hands out, and nothing old is in them."""
         taken = self._take_blocks(count)
-        if self._live or self._unverified:
-            for entry in taken:
-                block = entry.block_id
+        if self._table is not None:
+            for block in [entry.block_id for entry in taken]:
                 if self._live.pop(block, None) is not None or block in self._unverified:
-                    assert self._table is not None
                     self._table.void(block)
-                if block in self._unverified:
                     self._unverified.discard(block)
+                if block in self._foreign:
+                    self._foreign.discard(block)
                     self._blocks.clear(block)
         return taken
 
@@ -246,6 +243,7 @@ class VllmSealing:
         """Whether the bytes in the arena are the sealed ones, for `count` tokens; this decides its fate."""
         block = seal.block
         self._unverified.discard(block)
+        self._foreign.discard(block)
         if seal.whole is not None:
             good = self._blocks.checksum(block) == seal.whole
         else:
