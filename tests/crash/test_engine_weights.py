@@ -1,4 +1,4 @@
-"""Weights under fire: damaged in memory, updates cut off at every point, owners that fall silent, versions that meet."""
+"""Weights under fire: damaged in memory, updates cut off at every point, silent owners, versions that meet."""
 
 from __future__ import annotations
 
@@ -150,6 +150,23 @@ def test_weights_under_fire(tmp_path: Path) -> None:
             await story.says(seed)
             assert engine.policy_version == story.version
 
+        for seed, point in zip((2, 1, 2), BEFORE_COMMIT, strict=True):
+            await engine.wait_standby(WAIT_S)
+            # the owner dies with a half-written epoch: the next owner gets the old one, and then the whole new one
+            with failpoints.armed(point, lambda: os.kill(engine.owner_pid, signal.SIGKILL)):
+                await story.update(seed)
+            await story.says(seed)
+        await story.update(1)
+
+        # a shard that never comes does not block for ever, and leaves nothing behind
+        deadline, engine._deadline = engine._deadline, lambda: asyncio.get_running_loop().time() + 0.2
+        story.version += 1
+        story.seed_of[story.version] = 2
+        with failpoints.armed("engine.update.after_shard", "sleep:0.4"), pytest.raises(WeightsError, match="within"):
+            await engine.update_weights(random_weights(seed=2), story.version)
+        engine._deadline = deadline
+        await story.says(1)
+
     async def owner_falls_silent(story: Story) -> None:
         engine = story.engine
         await engine.wait_standby(WAIT_S)
@@ -212,7 +229,7 @@ def test_weights_under_fire(tmp_path: Path) -> None:
         await engine.wait_standby(WAIT_S)
         story.damage()
         await story.until(lambda: engine._fleet.failure is not None, "the engine gives up")
-        with pytest.raises(EngineUnavailable, match="damaged|digest"):
+        with pytest.raises(EngineUnavailable, match=r"damaged|digest"):
             await engine.generate(requests(1)[0], Journal())
 
     asyncio.run(scenario())
