@@ -152,13 +152,14 @@ class Campaign:
                 load.cancel()
                 self._collect(load)
                 await engine.close()
-                left = left_behind(label)
-                self.outcome.count("leaked", len(left))
-                self.outcome.details += [f"leaked: {thing}" for thing in left]
+                self._leaked(left_behind(label))
+        self._leaked(left_behind(label))
         self.outcome.growth[f"{self._engines}: {kind.name}"] = grown = growth(self.outcome.usage)
-        grown = leaks(grown)
-        self.outcome.count("leaked", len(grown))
-        self.outcome.details += [f"leaked: {name} grew by {value:g}" for name, value in grown.items()]
+        self._leaked([f"{name} grew by {value:g}" for name, value in leaks(grown).items()])
+
+    def _leaked(self, things: list[str]) -> None:
+        self.outcome.count("leaked", len(things))
+        self.outcome.details += [f"leaked: {thing}" for thing in things]
 
     async def _wait_image(self, kind: Kind, log: EventLog) -> None:
         """An image is only made beside an engine that is left alone, which the campaign will not do."""
@@ -196,7 +197,8 @@ class Campaign:
                 self.outcome.usage.append(usage(label, striker))
             self.outcome.spontaneous += log.total - before
             del log.entries[:]
-            episode = Episode(engine, striker, log, load, lambda number: self._weights(number).items())
+            shadow = kind.config.standby == "process"
+            episode = Episode(engine, striker, log, load, lambda number: self._weights(number).items(), shadow=shadow)
             try:
                 record = await episode.run(fault)
             except (Stuck, EngineError) as error:

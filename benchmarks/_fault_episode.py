@@ -86,12 +86,16 @@ class Episode:
         log: EventLog,
         load: Load,
         weights: Callable[[int], Iterable[tuple[str, torch.Tensor]]],
+        *,
+        shadow: bool,
     ) -> None:
+        """`shadow`: the engine has one, and not only its image; `weights` gives either set by its number."""
         self._engine = engine
         self._striker = striker
         self._log = log
         self._load = load
         self._weights = weights
+        self._shadow = shadow
         self._struck: dict[int, str] = {}  # process: what it was
         self._first = 0.0
         self._last_of_worker = 0.0
@@ -224,13 +228,10 @@ class Episode:
         engine, struck = self._engine, self._struck
 
         def back() -> bool:
-            return (
-                engine.owner_pid not in struck
-                and engine.worker_pid is not None
-                and engine.worker_pid not in struck
-                and engine.shadow_pid is not None
-                and engine.shadow_pid not in struck
-            )
+            needed = [engine.owner_pid, engine.worker_pid]
+            if self._shadow:
+                needed.append(engine.shadow_pid)
+            return all(pid is not None and pid not in struck for pid in needed)
 
         deadline = time.monotonic() + SETTLE_S
         while not back():

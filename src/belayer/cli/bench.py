@@ -20,7 +20,8 @@ from belayer.versions import versions
 
 PACKAGE = "belayer_benchmarks"
 
-console = Console(highlight=False, soft_wrap=True)
+# a table that goes into a file is not to be as narrow as no terminal is
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 150)
 
 
 def _folder() -> Path:
