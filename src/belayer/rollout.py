@@ -166,9 +166,13 @@ class Rollout:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         stop_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
     ) -> Turn:
-        """Let the model continue the context by at most `max_tokens` tokens.
+        """Let the model continue the context by at most `max_tokens` tokens (`belayer.engine.Sampling` explains all).
 
         Survives the death of engine workers: every token is journalled before it is seen, and a turn that was cut off
         continues at the next position with the same random numbers. Raises `RequestRefused` for what cannot be served
@@ -182,7 +186,11 @@ class Rollout:
                 top_k=top_k,
                 top_p=top_p,
                 min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
                 stop_token_ids=tuple(stop_token_ids),
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
             )
             text = f"generate {msgspec.json.encode(sampling).decode()}"
             call = self._answered("generate", text)

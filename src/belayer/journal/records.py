@@ -1,7 +1,8 @@
 """The records of the journal: what happened in a rollout, in order.
 
 Records are msgspec structs in a tagged union, encoded as MessagePack maps, so that a field can be added later without
-breaking old journals. `FORMAT` is raised when an old reader could misunderstand a new journal.
+breaking old journals. `FORMAT` is raised when an old reader could misunderstand a new journal, and when a completion
+of an old one would not be continued as it was begun: 2 has another sampling noise, and turns can be voided.
 
 Numbers: `k` counts the actions of a rollout from 1; 0 is the state before any action. `g` is the generation of the
 environment: it is raised by every restore, and an exec of an older generation is refused. Positions count token ids
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-FORMAT = 1
+FORMAT = 2
 
 # reason of a restore that only a restart of the driver made necessary; it costs no rollout any of its budget
 DRIVER_RESTARTED = "the driver was restarted"
