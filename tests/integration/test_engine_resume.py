@@ -171,20 +171,24 @@ def test_every_position(tmp_path: Path) -> None:
 
     async def interrupted(engine: Engine, work: list[GenerationRequest], whole: Outcome) -> None:
         """Inside the worker: new weights, the same values, make every request give up its KV cache and come again."""
-        journal, updates = Journal(), []
-
-        def update() -> None:
-            weights = list(random_weights())
-            updates.append(asyncio.ensure_future(engine.update_weights(weights, engine.policy_version + 1)))
-
-        work = [make(one.id, max_tokens=100) for one in work]
+        work = [make(one.id, max_tokens=150) for one in work]
         long = await run(engine, work)
-        journal.when_all_have(3, len(work), update)
-        again = await run(engine, work, journal)
-        await asyncio.gather(*updates)
-        assert {version for each in journal.versions.values() for version in each} == {0, 1}
-        assert again.tokens == long.tokens
         assert {kind: tokens[:LENGTH] for kind, tokens in long.tokens.items()} == whole.tokens
+        for _attempt in range(8):  # where the machine is busy, the worker may be through before the update comes
+            journal = Journal()
+            updates: list[asyncio.Task[Any]] = []
+
+            def update(updates: list[asyncio.Task[Any]] = updates) -> None:
+                weights = list(random_weights())
+                updates.append(asyncio.ensure_future(engine.update_weights(weights, engine.policy_version + 1)))
+
+            journal.when_all_have(1, len(work), update)
+            again = await run(engine, work, journal)
+            await asyncio.gather(*updates)
+            assert again.tokens == long.tokens
+            if all(len(set(journal.versions[one.id])) == 2 for one in work):
+                return
+        raise AssertionError("no update came while requests were in flight")
 
     async def seeds(engine: Engine) -> None:
         """Equal prompts and equal seeds collide, as documented; a group's members need seeds of their own."""

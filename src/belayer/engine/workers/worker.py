@@ -54,6 +54,7 @@ from belayer.engine.weights.checkpoint_files import checkpoint_tensors
 from belayer.engine.weights.first_epoch import copy_tensors
 from belayer.engine.weights.layout import Layout, digest
 from belayer.engine.workers import cohort, lifeline
+from belayer.engine.workers.outbox import Outbox
 from belayer.engine.workers.progress import Phase, Progress
 from belayer.errors import WeightsError
 
@@ -80,6 +81,7 @@ class Worker:
     def connect(self, channel: socket.socket, progress: Progress) -> None:
         """Meet the driver and the owner."""
         self._channel = channel
+        self._outbox = Outbox()
         self._progress = progress
         self._owner = OwnerClient.connect(Path(self.spec.owner_socket))
         self._owner_path = self.spec.owner_socket
@@ -206,24 +208,32 @@ class Worker:
                 self._step()
 
     def _step(self) -> None:
-        self._progress.mark(Phase.PREFILL if self.engine.prefilling else Phase.DECODE)
+        prefilling = self.engine.prefilling
+        if prefilling:
+            self._send_tokens()  # it may take long
+        self._progress.mark(Phase.PREFILL if prefilling else Phase.DECODE)
+        began = time.monotonic()
         chunks = self.engine.step()
+        now = time.monotonic()
         self._progress.mark(Phase.IDLE)
-        if chunks:
-            assert self._epoch is not None
-            self._send(Tokens(self.spec.generation, self._epoch.policy_version, chunks))
+        self._outbox.add(chunks)
+        if self._outbox.due(now, now - began) or not self.engine.busy:
+            self._send_tokens()
         if self.engine.sealing is not None:
             self.engine.sealing.seal()
 
     def _handle(self, message: ToWorker) -> None:
+        self._send_tokens()  # they were made under what may change now
         match message:
             case Submit(work):
                 for item in work:
                     self.engine.submit(item)
+                    self._outbox.expect(item.id, watched=bool(item.sampling.stop))
                 if self.engine.sealing is not None and (counts := self.engine.sealing.adopted()) is not None:
                     self._send(Adopted(self.spec.generation, *counts))
             case Abort(ids):
                 self.engine.abort(ids)
+                self._outbox.forget(ids)
             case Activate(layout_hash, epoch, owner_socket):
                 self._activate(layout_hash, epoch, owner_socket)
             case Switch(epoch, owner_socket):
@@ -293,6 +303,12 @@ class Worker:
 
     def _refuse(self, what: str, reason: str) -> None:
         self._send(Refusal(self.spec.generation, what, reason))
+
+    def _send_tokens(self) -> None:
+        if self._outbox:
+            assert self._epoch is not None
+            chunks = self._outbox.take(time.monotonic())
+            self._send(Tokens(self.spec.generation, self._epoch.policy_version, chunks))
 
     def _send(self, message: FromWorker) -> None:
         self._channel.sendall(pack(message))
