@@ -13,6 +13,7 @@ from tests.contract.backend_kit import BackendHost, outcomes, requests
 from tests.contract.reference_model import logits
 from tests.engine_kit import VOCABULARY, make_model
 
+from belayer.engine import memory
 from belayer.engine._penalties import Penalties, penalised
 from belayer.engine._wire import Spec, Work
 from belayer.engine.request import Sampling
@@ -40,12 +41,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("vllm", marks=needs("vllm")), pytest.param("transformers", marks=needs("transformers"))],
+    params=[
+        pytest.param(("vllm", "cpu"), marks=needs("vllm"), id="vllm"),
+        pytest.param(("transformers", "cpu"), marks=needs("transformers"), id="transformers"),
+        pytest.param(("transformers", "cuda"), marks=[needs("transformers"), pytest.mark.gpu], id="transformers-cuda"),
+    ],
 )
 def host(request: pytest.FixtureRequest, folders: list[Path]) -> Iterator[BackendHost]:
+    backend, device = request.param
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this torch sees no CUDA device")
+    if (reason := memory.unavailable(device)) is not None:
+        pytest.skip(f"no memory of {device} here: {reason}")
     spec = Spec(
         generation=1,
-        backend=request.param,
+        backend=backend,
+        device=device,
         model=str(folders[0]),
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from belayer.engine._penalties import Penalties, penalised
 from belayer.engine._wire import Chunk, Spec, Work
 from belayer.engine.backends.owned_weights import OwnedWeights
 from belayer.engine.backends.transformers import attention, invariance, loader
+from belayer.engine.backends.vllm import wide_linear
 from belayer.engine.memory import Region, Scratch, of
 from belayer.engine.request import Sampling
 from belayer.engine.sampler import choose
@@ -77,6 +79,8 @@ class TransformersBackend:
         config._attn_implementation = attention.INVARIANT if self._invariant else attention.PLAIN
         if self._invariant:
             invariance.use_in(self._model)
+        elif self._device.type == "cpu" and wide_linear.needed(self._model.dtype):
+            _use_wide_linear(self._model)
         manager = ContinuousBatchingManager(
             self._model,
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
@@ -157,6 +161,8 @@ class TransformersBackend:
         self._drawn = []
         if not self._processor.prepare_next_batch():
             return []
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # what was prepared there is read on transformers' own stream
         attention.new_step()
         attention.spans(self._spans())
         self._processor._generation_step(self._model)
@@ -239,6 +245,18 @@ class TransformersBackend:
             while self.busy:
                 self.step()
         self.forget_prefixes()
+
+
+def _use_wide_linear(model: torch.nn.Module) -> None:
+    """Compute linear layers of a processor without bfloat16 through float32."""
+
+    def forward(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        return wide_linear.linear_through_float32(flat, module.weight, module.bias).view(*x.shape[:-1], -1)
+
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.forward = partial(forward, module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _whole(count: int, of_: int) -> int:
