@@ -43,7 +43,7 @@ from belayer.ownership import RunLabel
 from ._models import Model, folder
 from ._standbys import BareStandby
 from ._tape import Watch
-from ._worker_cell import FLOOR_EXTRA_S, FLOOR_FACTOR, READY_S, Cell, Protected, Stage, measure
+from ._worker_cell import FLOOR_EXTRA_S, READY_S, Cell, Protected, Stage, measure
 from ._worker_plot import plot
 
 BUDGET_S = {True: 46.0, False: 720.0}  # quick: no round begins that would end later, but each cell's first does
@@ -148,14 +148,18 @@ def _overhead(quick: bool, skipped: list[dict[str, str]]) -> list[dict[str, Any]
 def show(result: dict[str, Any], console: Console) -> None:
     """What the table of every bench does not say."""
     for cell in result["cells"]:
-        if "prefill_floor" in cell:
-            floor, against, armed = cell["prefill_floor"], cell["against_floor"], cell["next_shadow_armed"]
-            console.print(
-                f"{cell['workload']}: {cell['prefix']}; prefill floor {floor['median_s'] * 1e3:.1f} ms; "
-                f"{FLOOR_FACTOR:g} x (floor + {FLOOR_EXTRA_S * 1e3:g} ms) is {against['limit_s'] * 1e3:.1f} ms "
-                f"({'kept' if against['within'] else 'exceeded'}); next shadow armed {armed['median_s']:.2f} s after "
-                f"the promotion; changed: {cell['changed']}"
-            )
+        if "prefill_floor" not in cell:
+            continue
+        floor, armed = cell["prefill_floor"]["median_s"], cell["next_shadow_armed"]["median_s"]
+        console.print(
+            f"{cell['workload']}: {cell['prefix']}; prefill floor {floor * 1e3:.1f} ms, recovery is "
+            f"{cell['against_floor']:.2f} x (floor + {FLOOR_EXTRA_S * 1e3:g} ms); next shadow armed "
+            f"{armed:.2f} s after the promotion; changed: {cell['changed']}"
+        )
+        for claim in cell["claims"]:
+            value = "not measured here" if claim["value"] is None else f"{claim['value']:.3g}"
+            kept = {None: "undecided", True: "kept", False: "missed"}[claim["kept"]]
+            console.print(f"    {claim['claim']}: {value} (limit {claim['limit']:g}, {kept})")
     for entry in result["skipped"]:
         console.print(f"{entry['workload']}: skipped: {entry['skipped']}")
     console.print(f"{result['wall_s']:.0f} s in all")

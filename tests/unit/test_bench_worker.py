@@ -18,7 +18,7 @@ def test_the_cells_of_the_claims_are_measured():
     from benchmarks.worker import workloads
 
     plan = workloads()
-    figures = {(c.model, c.requests, c.prefix, c.adopt) for c in plan.cells if c.figure}
+    figures = {(c.model, c.requests, c.prefix, c.adopt) for c in plan.cells if c.claims}
     assert {("tiny", 4, 88, False), ("mid", 1, 80, False), ("mid", 4, 272, False), ("mid", 4, 272, True)} <= figures
     assert {cell.model for cell in plan.cells} <= plan.models.keys()
     assert {cell.sampling for cell in plan.cells} == {"greedy", "sampled", "mixed"}
@@ -29,6 +29,25 @@ def test_the_cells_of_the_claims_are_measured():
         assert 0 < cell.cold <= cell.rounds or cell.cold == 0
     assert 5.5e6 < plan.models["tiny"].parameters < 6.5e6
     assert 3.5e8 < plan.models["mid"].parameters < 4.5e8
+
+
+def test_a_claim_is_kept_missed_or_undecided():
+    import msgspec
+    from benchmarks._worker_cell import _claims, _Samples
+    from benchmarks.worker import workloads
+
+    samples = _Samples()
+    samples.subject, samples.phases, samples.armed = [0.1, 0.2, 0.3], [{"detect_s": 0.001}], [2.0]
+    samples.ratios["cold_start"] = [50.0]
+    cell = msgspec.structs.replace(
+        workloads().cells[0],
+        claims={"cold_start": 42, "image_standby": 20, "detect_s": 0.005, "next_shadow_armed_s": 1, "floor": 1.15},
+    )
+    found = _claims(cell, samples, floor=0.14)
+    assert [claim["kept"] for claim in found] == [True, None, True, False, True]
+    assert abs(found[4]["value"] - 0.2 / 0.2) < 1e-9
+    with pytest.raises(ValueError, match="no claim"):
+        _claims(msgspec.structs.replace(cell, claims={"speed": 1}), samples, floor=0.1)
 
 
 def test_parameters_are_those_of_the_weights():
