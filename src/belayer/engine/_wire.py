@@ -105,7 +105,7 @@ class Spec(msgspec.Struct):
     scrub_s: float = 30.0  # how often a shadow looks whether the weights still have their digest
     adopt_sealed_blocks: bool = False
     device: str = "cpu"  # where weights, KV arena and computation are: "cpu", "cuda"
-    warm: bool = False  # restored from an image: warm up once more, for nobody waits for it
+    warm: bool = False  # restored from an image: compute a few tokens first, for nobody waits for it
 
 
 class Work(msgspec.Struct, array_like=True):

@@ -32,7 +32,7 @@ from belayer.engine.images.template import PLACEHOLDERS, WORKER, Built, Order
 from belayer.engine.memory.host import die_with_parent
 from belayer.engine.owner.process import OwnerProcess
 from belayer.engine.workers.link import WorkerLink
-from belayer.errors import BelayerError, EngineError
+from belayer.errors import BelayerError, EngineError, StorageFull
 from belayer.ownership import RunLabel
 
 CANARY_TIMEOUT_S = 60.0
@@ -101,7 +101,8 @@ class _Build:
                 store.publish(folder, meta)
             except (BelayerError, OSError, ValueError, EOFError, TimeoutError) as error:
                 why = error.what if isinstance(error, BelayerError) else f"{type(error).__name__}: {error}"
-                store.note_failure(key, why)
+                if not isinstance(error, OSError | StorageFull):  # a full disk, a busy machine: it may pass
+                    store.note_failure(key, why)
                 return Outcome("failed", why, phases=self._phases)
             return Outcome("built", nbytes=Image(folder, meta).nbytes, phases=self._phases)
 

@@ -89,8 +89,12 @@ def difference(before: list[Words], after: list[Words], *, exact: bool) -> str |
 
 
 def probe(engine: Backend) -> None:
-    """One token on the weights that are in place now. Raises `EngineError` when it is not a number."""
-    work = Work("probe", [1, 2, 3, 4], [], Sampling(max_tokens=1, temperature=0.0))
-    (words,) = listen(engine, [work])
-    if len(words.token_ids) != 1 or not all(map(math.isfinite, words.logprobs)):
-        raise EngineError(f"the restored engine computes nonsense: {words}")
+    """A few tokens on the weights that are in place now, which also touches the memory that every step needs.
+
+    Raises `EngineError` when they are not numbers.
+    """
+    kinds = (Sampling(max_tokens=3, temperature=0.0), Sampling(max_tokens=3, top_p=0.9))
+    work = [Work(f"probe-{i}", [1, 2, 3, 4], [], sampling) for i, sampling in enumerate(kinds)]
+    for words in listen(engine, work):
+        if len(words.token_ids) != 3 or not all(map(math.isfinite, words.logprobs)):
+            raise EngineError(f"the restored engine computes nonsense: {words}")

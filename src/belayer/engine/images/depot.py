@@ -23,6 +23,7 @@ from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine._model_folder import ModelFacts
 from belayer.engine._wire import FromWorker, Ready, Spec
+from belayer.engine.images import _criu
 from belayer.engine.images._criu import CriuFailed
 from belayer.engine.images.builder import Outcome, Request
 from belayer.engine.images.key import Key, key_of, unsupported
@@ -207,11 +208,13 @@ class Depot:
                 self._give_up(f"no image was built: {outcome.reason if outcome else how} (see {log})")
 
     async def close(self) -> None:
-        """End a build."""
+        """End a build, and leave nothing of CRIU's on the host."""
         self._closing = True
         self._stop_building()
         if self._builder is not None:
             await self._builder.gone(_FENCE_S)
+        if self._restores or self._builds:
+            await asyncio.to_thread(_criu.forget_kernel_features)
 
 
 async def _first_word(link: WorkerLink) -> Ready | str:

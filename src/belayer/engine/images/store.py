@@ -141,7 +141,7 @@ class ImageStore:
 
         What lies there and was not published when this ends is removed.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds memory of processes
         folder = self.folder / key.name
         with _locked(folder.with_suffix(".building"), fcntl.LOCK_EX, wait=False) as got:
             if not got:

@@ -125,9 +125,8 @@ class Worker:
                 raise WeightsError(f"the image was made for layout {self.layout.hash()}, the owner's is {found.hash()}")
         self._phases["weights_s"] = time.monotonic() - began - self._phases.get("wait_s", 0.0)
         began = time.monotonic()
-        check()
-        if spec.warm:
-            self.engine.warm_up()  # touches every page that a promotion will need
+        if spec.warm or self.layout.nbytes <= VERIFIED_AT_ONCE:
+            check()  # a forward pass of a large model is time that somebody may be waiting
         self._phases["warm_up_s"] = time.monotonic() - began
         self._announce()
 
