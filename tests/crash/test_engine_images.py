@@ -22,6 +22,7 @@ from tests.engine_kit import Journal, complete, engine_config, make_model, rando
 from belayer import events as ev
 from belayer.engine import Engine
 from belayer.engine._model_folder import inspect
+from belayer.engine._spawner import Wanted
 from belayer.engine.images import depot
 from belayer.engine.images.key import key_of
 from belayer.engine.images.restore import NOBODY
@@ -87,7 +88,7 @@ async def _build(found: Built) -> None:
         return found.states().count(state)
 
     async with _engine(found.model, found.events) as engine:
-        assert engine._fleet.nursery is not None and since("restored") == 0
+        assert engine._fleet._spawner.nursery is not None and since("restored") == 0
         found.reference = await complete(engine, requests(COUNT))
         await engine.wait_standby(WAIT_S)
         await _until(lambda: since("building") == 1)
@@ -119,6 +120,15 @@ async def _engine(model: Path, events: list[ev.Event], **changes: Any) -> AsyncI
         finally:
             await engine.close()
         assert not _processes_of(label.name)
+
+
+def _nursery(engine: Engine) -> bool:
+    """Whether a nursery was needed."""
+    return engine._fleet._spawner._nursery is not None
+
+
+def _label(engine: Engine) -> str:
+    return engine._fleet._spawner._env[ENV_VAR]
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -161,7 +171,7 @@ def test_engine_from_an_image(built: Built) -> None:
     async def scenario() -> None:
         events: list[ev.Event] = []
         async with _engine(built.model, events, scrub_s=0.2) as engine:
-            assert engine._fleet.nursery is None
+            assert engine._fleet._spawner.nursery is None
             started = _last(events, ev.ENGINE_IMAGE)
             assert started["state"] == "restored" and started["ready_s"] < 5.0
             journal = await complete(engine, requests(COUNT))
@@ -170,7 +180,7 @@ def test_engine_from_an_image(built: Built) -> None:
             await engine.wait_standby(WAIT_S)
 
             # the label is where the reaper looks for it, in the worker, the shadow, and the init above each
-            name = engine._fleet._env["BELAYER_RUN"]
+            name = _label(engine)
             assert len(_processes_of(name)) == 5  # with the owner
             await _fault(engine, built.reference, signal.SIGKILL)
             recovery = _last(events, ev.RECOVERED)
@@ -189,7 +199,7 @@ def test_engine_from_an_image(built: Built) -> None:
             await _fault(engine, changed, signal.SIGKILL)
             await engine.wait_standby(WAIT_S)
             assert _last(events, ev.ENGINE_IMAGE)["state"] == "restored"
-            assert engine._fleet.nursery is None
+            assert engine._fleet._spawner.nursery is None
 
     asyncio.run(scenario())
 
@@ -219,7 +229,7 @@ def test_the_image_alone_stands_by(built: Built) -> None:
         async with _engine(built.model, events, standby="image") as engine:
             await engine.wait_standby(WAIT_S)
             assert engine.shadow_pid is None
-            assert len(_processes_of(engine._fleet._env["BELAYER_RUN"])) == 3  # owner, init, worker
+            assert len(_processes_of(_label(engine))) == 3  # owner, init, worker
             for number, fault in (
                 (signal.SIGKILL, "worker.exit"),
                 (signal.SIGSTOP, "worker.hang"),
@@ -228,7 +238,7 @@ def test_the_image_alone_stands_by(built: Built) -> None:
                 await _fault(engine, built.reference, number)
                 recovery = _last(events, ev.RECOVERED)
                 assert recovery["how"] == "image" and recovery["fault"] == fault
-            assert engine._fleet.nursery is None
+            assert engine._fleet._spawner.nursery is None
 
     asyncio.run(scenario())
 
@@ -309,7 +319,7 @@ async def main():
     engine = await Engine.start(engine_config(Path(sys.argv[1]), images=True, max_num_seqs=4, max_model_len=384), label)
     await engine.wait_standby(120)
     print(engine.owner_pid, engine.worker_pid, engine.shadow_pid, flush=True)
-    print("from the nursery" if engine._fleet.nursery else "from the image", flush=True)
+    print("from the nursery" if engine._fleet._spawner.nursery else "from the image", flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
@@ -371,6 +381,34 @@ def _unlabelled() -> list[int]:
     return found
 
 
+@pytest.mark.timeout(300)
+def test_an_abandoned_restore_leaves_nothing(built: Built) -> None:
+    """The engine is closed, or the start is cut off, while CRIU is at work."""
+
+    async def abandoned(after_s: float) -> None:
+        events: list[ev.Event] = []
+        began = time.monotonic()
+        async with _engine(built.model, events, standby="none") as engine:
+            spec = engine._fleet._spawner._spec(
+                Wanted(99, fill=False, awaited=False, owner_socket=engine._fleet.owner.address, policy_version=0)
+            )
+            images = engine._fleet._spawner.images
+            start = asyncio.ensure_future(images.start(lambda: spec, images._log_dir / "abandoned.log"))
+            await asyncio.sleep(after_s)
+            start.cancel()
+            outcome = (await asyncio.gather(start, return_exceptions=True))[0]
+            assert isinstance(outcome, asyncio.CancelledError)
+            assert len(_processes_of(_label(engine))) == 3  # owner, init, worker
+            assert (await complete(engine, requests(COUNT))).tokens == built.reference.tokens
+        assert time.monotonic() - began < WAIT_S
+
+    async def scenario() -> None:
+        for after_s in (0.01, 0.03, 0.06):
+            await abandoned(after_s)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.timeout(900)
 def test_images_that_fail_are_refused_and_the_engine_starts_without(built: Built) -> None:
     """Two kinds of failure; the last one in a whole engine, which comes up through the nursery."""
@@ -403,7 +441,7 @@ def test_images_that_fail_are_refused_and_the_engine_starts_without(built: Built
         changed = msgspec.structs.replace(meta, files=check_files(folder))
         (folder / "meta.json").write_bytes(msgspec.json.encode(changed))
         async with _engine(built.model, events, standby="none") as engine:
-            assert engine._fleet.nursery is not None
+            assert engine._fleet._spawner.nursery is not None
             refused = next(e.data for e in events if e.kind == ev.ENGINE_IMAGE)
             assert refused["state"] == "refused" and "CRIU cannot restore" in refused["reason"]
             journal = await complete(engine, requests(COUNT))

@@ -49,7 +49,7 @@ class World(RuleBasedStateMachine):
     def perform(self, actions: list[sv.Action]) -> None:
         for action in actions:
             match action:
-                case sv.Spawn(fill, _background):
+                case sv.Spawn(fill):
                     assert not (fill and self.ever_served), "the checkpoint must not replace weights that have served"
                     generation = len(self.processes) + 1
                     self.processes[generation] = "starting"

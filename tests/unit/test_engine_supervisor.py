@@ -22,7 +22,7 @@ def started(*, standby: bool = True, ready: bool = True) -> tuple[sv.Supervisor,
     clock = Clock()
     supervisor = sv.Supervisor(sv.Limits(standby=standby), clock)
     spawns = supervisor.begin()
-    assert spawns == [sv.Spawn(True, False)] + [sv.Spawn(False, False)] * standby
+    assert spawns == [sv.Spawn(fill=True)] + [sv.Spawn(fill=False)] * standby
     assert supervisor.handle(sv.Started(1)) == []
     if standby:
         supervisor.handle(sv.Started(2))
@@ -58,12 +58,12 @@ def test_promotion() -> None:
     assert supervisor.serving is None  # answering made nobody eligible
     assert supervisor.handle(sv.Activated(2)) == [sv.Route(2)]
     assert (supervisor.serving, supervisor.how, supervisor.state) == (2, "promotion", State.REBUILDING)
-    assert supervisor.handle(sv.Rebuilt(2)) == [sv.Spawn(fill=False, background=True)]
+    assert supervisor.handle(sv.Rebuilt(2)) == [sv.Spawn(fill=False)]
 
 
 def test_nobody_is_let_in_before_every_fence_is_done() -> None:
     supervisor, _ = started()
-    assert supervisor.handle(sv.Died(2, "shadow")) == [sv.Fence(2), sv.Spawn(False, True)]
+    assert supervisor.handle(sv.Died(2, "shadow")) == [sv.Fence(2), sv.Spawn(fill=False)]
     supervisor.handle(sv.Started(3))
     supervisor.handle(sv.Ready(3))
     assert supervisor.handle(sv.Hung(1, "stuck")) == [sv.Fence(1)]
@@ -76,7 +76,7 @@ def test_without_a_shadow_it_starts_from_cold() -> None:
     supervisor, _ = started(standby=False)
     supervisor.handle(sv.Died(1, "SIGKILL"))
     supervisor.handle(sv.Fenced(1))
-    assert well(supervisor) == [sv.Spawn(fill=False, background=False)]
+    assert well(supervisor) == [sv.Spawn(fill=False)]
     cold_started(supervisor, 2)
     assert supervisor.handle(sv.Rebuilt(2)) == []  # and no shadow is started where none is wanted
 
@@ -105,7 +105,7 @@ def test_a_failed_promotion_ends_in_a_cold_start(failure: str) -> None:
     assert supervisor.handle(event) == [sv.Fence(2)]
     assert supervisor.handle(sv.Activated(2)) == []  # too late
     assert supervisor.handle(sv.Fenced(2)) == [sv.CheckOwner()]
-    assert well(supervisor) == [sv.Spawn(False, False)]
+    assert well(supervisor) == [sv.Spawn(fill=False)]
     cold_started(supervisor, 3)
 
 
@@ -116,7 +116,7 @@ def test_a_dead_owner_is_replaced_before_anybody_serves_again() -> None:
     # the shadow looks at memory of an owner that is gone
     assert supervisor.handle(sv.OwnerChecked("the owner is dead")) == [sv.Fence(2), sv.ReplaceOwner()]
     supervisor.handle(sv.Fenced(2))
-    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, False)]
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(fill=False)]
     cold_started(supervisor, 3)
 
 
@@ -126,7 +126,7 @@ def test_the_worker_outlives_its_owner() -> None:
     assert supervisor.serving == 1 and not supervisor.protected
     assert supervisor.handle(sv.OwnerLost()) == []
     supervisor.handle(sv.Fenced(2))
-    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, True)]
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(fill=False)]
     assert supervisor.state is State.SERVING
 
 
@@ -227,7 +227,7 @@ def test_a_device_that_is_not_well_is_left_with_everything_on_it() -> None:
     assert supervisor.handle(sv.OwnerChecked(None)) == [sv.CheckDevice()]
     assert supervisor.handle(sv.DeviceChecked("Xid 79")) == [sv.Fence(2), sv.ReplaceOwner(sv.Cause.DEVICE)]
     supervisor.handle(sv.Fenced(2))
-    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, False)]
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(fill=False)]
     cold_started(supervisor, 3)
 
 
@@ -238,7 +238,7 @@ def test_damaged_weights_stop_everybody_and_come_from_their_source() -> None:
     assert supervisor.handle(sv.WeightsDamaged("digest")) == []  # the worker noticed it too
     assert supervisor.handle(sv.Fenced(2)) == []
     assert supervisor.handle(sv.Fenced(1)) == [sv.ReplaceOwner(sv.Cause.DAMAGED)]
-    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(False, False)]
+    assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(fill=False)]
     cold_started(supervisor, 3)
 
 

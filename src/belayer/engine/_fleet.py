@@ -8,14 +8,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
 from belayer.engine._model_folder import ModelFacts
 from belayer.engine._owner_care import OwnerCare
 from belayer.engine._recovery_clock import RecoveryClock
+from belayer.engine._spawner import Spawner, Wanted
 from belayer.engine._wire import (
     Activate,
     Activated,
@@ -24,23 +23,17 @@ from belayer.engine._wire import (
     FromWorker,
     Ready,
     Refusal,
-    Spec,
     Switch,
     Switched,
     Tokens,
 )
-from belayer.engine.images.depot import Depot
 from belayer.engine.lifecycle import ProcessState
-from belayer.engine.memory.host import may_lower_nice
 from belayer.engine.workers.child import environment
 from belayer.engine.workers.link import WorkerLink
-from belayer.engine.workers.nursery_link import NurseryLink
 from belayer.errors import EngineError, EngineUnavailable
 from belayer.ownership import RunLabel
 
 FENCE_TIMEOUT_S = 10.0
-STANDBY_NICE = 10
-NURSERY_ATTEMPTS = 2
 
 
 class Fleet:
@@ -53,15 +46,12 @@ class Fleet:
 
     def __init__(self, config: EngineConfig, model: ModelFacts, label: RunLabel, events: ev.EventSink, log_dir: Path):
         self._config = config
-        self._model = model
         self._events = events
         self._log_dir = log_dir
         self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
         # a host's memory is cheap enough for an arena per generation: then a fenced worker writes nothing that counts
         self._apart = config.device == "cpu" and not config.adopt_sealed_blocks
         self._generation = 0
-        self._nurseries = 0
-        self._spawning = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._policy_version = 0
@@ -76,9 +66,9 @@ class Fleet:
         self.owner.on_lost = lambda: self.tell(sv.OwnerLost())
         self.owner.on_fault = lambda fault, how, text: self.report_fault(fault, how, text, False)
         self._restored: set[int] = set()  # generations that came from an image
-        self.images = Depot(config, model, label, self._env, log_dir, events)
-        self.images.on_change = lambda: self._run(self._notify())
-        self.nursery: NurseryLink | None = None  # only where there is no image to start workers from
+        self._spawner = Spawner(config, model, label, self._env, log_dir, events)
+        self._spawner.on_nursery_exit = self._on_nursery_exit
+        self._spawner.images.on_change = lambda: self._run(self._notify())
         self.changed = asyncio.Condition()  # notified whenever a link or the supervisor's state changed
         self.failure: EngineError | None = None
         self.stale_tokens = 0
@@ -95,8 +85,7 @@ class Fleet:
         self._policy_version = policy_version
         owner = asyncio.ensure_future(self.owner.start())
         try:
-            if await self.images.find() is None:
-                self.nursery = self._new_nursery()
+            await self._spawner.prepare()
         finally:
             await owner
         for action in self.supervisor.begin():
@@ -121,9 +110,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(link.fence(FENCE_TIMEOUT_S) for link in self.links.values()))
-        await self.images.close()
-        if self.nursery is not None:
-            await self.nursery.close()
+        await self._spawner.close()
         await self.owner.close()
         await self._notify()
 
@@ -156,13 +143,13 @@ class Fleet:
         """Whether the death of the worker that serves would be met by what `engine.standby` asks for."""
         if self._config.standby == "process":
             return self.supervisor.protected
-        ready = self._config.standby == "none" or self.images.available.is_set()
+        ready = self._config.standby == "none" or self._spawner.images.available.is_set()
         return self.supervisor.state is sv.State.SERVING and ready
 
     def _tell_depot(self) -> None:
         serving = self.supervisor.state is sv.State.SERVING and not self._closing
         quiet = serving and (self._config.standby != "process" or self.supervisor.protected)
-        self.images.quiet(quiet, lambda: self._spec(0, fill=True, background=True))
+        self._spawner.watch_for_quiet(quiet, lambda: self._wanted(0, fill=True))
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -175,8 +162,8 @@ class Fleet:
 
     def _do(self, action: sv.Action) -> None:
         match action:
-            case sv.Spawn(fill, background):
-                self._run(self._spawn(fill, background))
+            case sv.Spawn(fill):
+                self._run(self._spawn(fill))
             case sv.Fence(generation):
                 self._run(self._fence(generation))
             case sv.CheckOwner():
@@ -208,74 +195,31 @@ class Fleet:
             self.changed.notify_all()
 
     # -- actions ------------------------------------------------------------------------------------------------------
-    async def _spawn(self, fill: bool, background: bool) -> None:
+    async def _spawn(self, fill: bool) -> None:
         self._generation += 1
         generation = self._generation
         log = self._log_dir / f"worker-{generation}.log"
-        async with self._spawning:  # one at a time: the worker before its shadow
-            restored = await self.images.start(lambda: self._spec_for_image(generation, fill, background), log)
-            if restored is not None:
-                link = restored[0]
-            else:
-                link = await self._fork(lambda: self._spec(generation, fill, background), log)
-        if link is None:
+        # at the very start a failure is the installation's, and trying again only takes longer
+        once = self.supervisor.state is sv.State.STARTING
+        try:
+            link, first = await self._spawner.start(lambda: self._wanted(generation, fill), log, once=once)
+        except EngineUnavailable as error:
+            self._lose(error)
             return
         self.links[generation] = link
-        if restored is not None:
-            self._restored.add(generation)
         link.on_message = lambda message: self._on_message(link, message)
         self.tell(sv.Started(generation))
         link.on_death = lambda: self._on_death(link)
         link.child.on_exit(lambda how: self._on_exit(link, how))
         self._emit_process(link, "starting")
-        if restored is not None:
-            self._on_message(link, restored[1])
+        if first is not None:
+            self._restored.add(generation)
+            self._on_message(link, first)
 
-    async def _fork(self, spec: Callable[[], Spec], log: Path) -> WorkerLink | None:
-        reasons: list[str] = []
-        for _attempt in range(NURSERY_ATTEMPTS):
-            if self.nursery is None or not self.nursery.child.alive:
-                self.nursery = self._new_nursery()
-            try:
-                async with asyncio.timeout(self._config.start_timeout_s / NURSERY_ATTEMPTS):
-                    return await WorkerLink.start(self.nursery, spec, log)
-            except (OSError, TimeoutError) as error:
-                reasons.append(str(error) or "the nursery does not answer")
-                await self.nursery.close()
-                if self.supervisor.state is sv.State.STARTING:
-                    break  # the cause is the installation: trying again only takes longer
-        self._lose(EngineUnavailable(f"no worker can be started: {reasons[0]}", kept="every journalled token"))
-        return None
-
-    def _spec(self, generation: int, fill: bool, background: bool) -> Spec:
+    def _wanted(self, generation: int, fill: bool) -> Wanted:
         serving = self.supervisor.state in (sv.State.SERVING, sv.State.REBUILDING)
-        return Spec(
-            generation=generation,
-            backend=self._config.backend,
-            model=str(self._model.path),
-            dtype=self._config.dtype,
-            max_model_len=self._config.max_model_len,
-            max_num_seqs=self._config.max_num_seqs,
-            kv_bytes=self._config.kv_bytes,
-            batch_invariant=self._config.batch_invariant and self._config.dtype == "float32",
-            owner_socket=self.owner.address,
-            device=self._config.device,
-            fill=fill,
-            adopt_sealed_blocks=self._config.adopt_sealed_blocks,
-            policy_version=self._policy_version,
-            nice=STANDBY_NICE if background and serving and may_lower_nice() else 0,
-            scrub_s=self._config.scrub_s,
-        )
-
-    def _spec_for_image(self, generation: int, fill: bool, background: bool) -> Spec:
         awaited = fill or self.supervisor.state is sv.State.COLD_START
-        return msgspec.structs.replace(self._spec(generation, fill, background), nice=0, warm=not awaited)
-
-    def _new_nursery(self) -> NurseryLink:
-        self._nurseries += 1
-        nursery = NurseryLink(self._config.backend, self._env, self._log_dir / f"nursery-{self._nurseries}.log")
-        nursery.child.on_exit(self._on_nursery_exit)
-        return nursery
+        return Wanted(generation, fill, awaited, serving, self.owner.address, self._policy_version)
 
     def _on_nursery_exit(self, how: str) -> None:
         if not self._closing:

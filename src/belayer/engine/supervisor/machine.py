@@ -167,7 +167,7 @@ class Supervisor:
     # -- starting -----------------------------------------------------------------------------------------------------
     def _spawn(self, *, fill: bool) -> list[Action]:
         self._spawning += 1
-        return [Spawn(fill=fill, background=self.state in (State.SERVING, State.REBUILDING))]
+        return [Spawn(fill=fill)]
 
     def _on_started(self, generation: int) -> list[Action]:
         self._spawning -= 1

@@ -165,10 +165,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start a process. `fill`: it loads the checkpoint; `background`: a worker is serving meanwhile."""
+    """Start a process. `fill`: it loads the checkpoint."""
 
     fill: bool
-    background: bool
 
 
 @dataclass(frozen=True)
