@@ -1,0 +1,56 @@
+"""A short fault campaign on a real engine: the machinery of `belayer bench faults --engine`, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.crash,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the vLLM backend"),
+]
+
+SEED = 765  # begins with these four
+KINDS = {"update.after_commit.owner", "shadow.sigkill", "worker.sigkill+promoted.sigkill", "worker.sigkill"}
+FAULTS = len(KINDS)
+
+
+@pytest.mark.timeout(600)  # about 25 s on a quiet machine
+def test_a_short_campaign_finds_nothing_wrong_and_can_go_on(tmp_path: Path) -> None:
+    from benchmarks import faults
+    from benchmarks._fault_campaign import Campaign, Kind
+
+    plan = faults.workload()
+    engines, skipped = faults._engines(plan, FAULTS)
+    assert skipped == []
+    first = [Kind(engines[0].name, engines[0].config, FAULTS)]
+
+    def campaign() -> Campaign:
+        return Campaign(
+            first,
+            plan.model,
+            seed=SEED,
+            deadline=float("inf"),
+            say=print,
+            state=tmp_path / "state.json",
+            logs=tmp_path / "logs",
+        )
+
+    subject = campaign()
+    asyncio.run(subject.run())
+    result: dict[str, Any] = faults._result(subject.outcome, SEED)
+    assert result["ok"], result["wrong"]
+    assert result["injected"] == FAULTS
+    assert {cell["workload"] for cell in result["cells"]} == KINDS
+    assert all(cell["subject"]["median_s"] > 0 for cell in result["cells"])
+    assert result["requests"] > 20 and result["tokens"] > 400
+
+    again = campaign()
+    again.resume()
+    assert again.outcome.injected == FAULTS
+    asyncio.run(again.run())  # nothing is left to do
+    assert again.outcome.records == subject.outcome.records
