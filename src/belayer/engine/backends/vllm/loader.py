@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.engine.backends.owned_weights import OwnedWeights
-from belayer.engine.backends.vllm import wide_linear
+from belayer.engine.backends.vllm import narrow_linear, wide_linear
 from belayer.engine.backends.vllm.invariance import linear_for_any_batch
 from belayer.errors import WeightsError
 
@@ -48,6 +48,7 @@ class OwnerLoader(BaseModelLoader):
         if _current.batch_invariant:
             _use_linear(model, linear_for_any_batch)
         elif wide_linear.needed(model_config.dtype):
+            narrow_linear.prepare()
             _use_linear(model, wide_linear.linear_through_float32)
         return model.eval()
 

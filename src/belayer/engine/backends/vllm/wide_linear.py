@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
+from belayer.engine.backends.vllm import narrow_linear
+
 FEWEST_ROWS = 6  # below, reading the weights is most of the work, and widening them would only add to it
 BLOCK = 1 << 20  # elements widened at a time: 4 MiB
 
@@ -20,7 +22,9 @@ def needed(dtype: torch.dtype) -> bool:
 
 
 def linear_through_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` of bfloat16 tensors. `x` is [rows, features]."""
+    """`torch.nn.functional.linear` of bfloat16 tensors. `x` is [rows, features]. Few rows go to `narrow_linear`."""
+    if narrow_linear.suits(x, weight):
+        return narrow_linear.narrow_linear(x, weight, bias)
     if x.shape[0] < FEWEST_ROWS:
         return linear(x, weight, bias)
     outputs, features = weight.shape

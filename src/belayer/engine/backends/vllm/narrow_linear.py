@@ -1,0 +1,104 @@
+"""bfloat16 products of a few rows, for decoding, on processors without instructions for them (`narrow.c`).
+
+torch multiplies row by row there, so that a step of 4 requests takes 4 times as long as one of a single request, though
+both read the same weights. The kernel needs AVX2 and a C compiler at its first use; without either, torch's product is
+used. The library is kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from belayer.ownership import cache_dir
+
+SOURCE = Path(__file__).with_name("narrow.c")
+FLAGS = ("-O3", "-std=gnu17", "-mavx2", "-mfma", "-fPIC", "-Wall", "-Wextra")
+MOST_ROWS = 32  # from here on the products are bound by arithmetic, and MKL is as good
+_STEP = 16  # features taken at once
+
+_kernel: Any = None
+
+
+def prepare() -> bool:
+    """Build and load the kernel, once per process. False: it cannot be had here; the reason is in the log."""
+    global _kernel
+    if _kernel is None:
+        try:
+            _kernel = _load(_build())
+        except (OSError, ValueError) as error:
+            print(f"belayer: no kernel of our own for bfloat16: {error}", file=sys.stderr, flush=True)
+            _kernel = False
+    return bool(_kernel)
+
+
+def _build() -> Path:
+    with open("/proc/cpuinfo") as info:
+        flags = info.read().split()
+    if "avx2" not in flags or "fma" not in flags:
+        raise ValueError("the processor has no AVX2")
+    digest = hashlib.sha256(" ".join(FLAGS).encode() + SOURCE.read_bytes()).hexdigest()
+    library = cache_dir() / "native" / f"narrow-{digest[:16]}.so"
+    if library.is_file():
+        return library
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise ValueError("there is no C compiler")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        parts, target = Path(work) / "narrow.o", Path(work) / "narrow.so"
+        # linked without an OpenMP library of its own: two of them would start two sets of threads
+        for command in (
+            [compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(parts)],
+            [compiler, "-shared", str(parts), "-o", str(target)],
+        ):
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(f"{SOURCE.name} does not compile:\n{done.stderr[-1000:]}")
+        os.replace(target, library)  # two builders at once: both write the same library
+    return library
+
+
+def _load(library: Path) -> Any:
+    """Load it on the OpenMP library that torch uses."""
+    with open("/proc/self/maps") as maps:
+        loaded = sorted({line.split()[-1] for line in maps if "libgomp" in line and "/torch/" in line})
+    if not loaded:
+        raise ValueError("torch uses another OpenMP library than GNU's")
+    ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
+    kernel = ctypes.CDLL(str(library)).belayer_narrow_linear
+    pointer = ctypes.c_void_p
+    kernel.argtypes = [pointer, ctypes.c_long, pointer, ctypes.c_long, ctypes.c_long, pointer, pointer]
+    return kernel
+
+
+def suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `narrow_linear` may be called with these."""
+    return bool(
+        _kernel
+        and x.shape[0] <= MOST_ROWS
+        and weight.shape[1] % _STEP == 0
+        and x.dtype is weight.dtype is torch.bfloat16
+        and x.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+def narrow_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear` of bfloat16 tensors that `suits` approves of. `x` is [rows, features]."""
+    rows, (outputs, features) = x.shape[0], weight.shape
+    result = x.new_empty((rows, outputs))
+    shift = None if bias is None else bias.float()
+    place = None if shift is None else shift.data_ptr()
+    if _kernel(x.data_ptr(), rows, weight.data_ptr(), outputs, features, place, result.data_ptr()):
+        raise MemoryError("narrow_linear")
+    return result
