@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,9 @@ def cold(folder: Path, device: str, count: int, length: int, limit_s: float) -> 
     return time.monotonic() - began
 
 
-async def bench(size: str, device: str, folder: Path, label: RunLabel, until: float) -> list[dict[str, Any]]:
+async def bench(
+    size: str, device: str, folder: Path, label: RunLabel, until: float, save: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
     exact = size == "tiny"
     workloads = WORKLOADS if device == "cuda" else WORKLOADS[:2]
     events: list[ev.Event] = []
@@ -261,13 +264,18 @@ async def bench(size: str, device: str, folder: Path, label: RunLabel, until: fl
                     "checks": checks,
                 }
             )
+            save(cells)  # the next one may not end
     finally:
         await engine.close()
-        for log in sorted((label.dir / "engine").glob("*.log")):  # the label's folder goes away
-            text = log.read_text(errors="replace")
-            if text.strip():
-                print(f"-- {log.name}\n{text[-1500:]}", flush=True)
     return cells
+
+
+def print_logs(label: RunLabel) -> None:
+    """What the engine's processes said; the label's folder goes away."""
+    for log in sorted((label.dir / "engine").glob("*.log")):
+        text = log.read_text(errors="replace")
+        if text.strip():
+            print(f"-- {log.name}\n{text[-1500:]}", flush=True)
 
 
 def main() -> int:
@@ -278,6 +286,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=160.0)
     options = parser.parse_args()
     until = time.monotonic() + options.seconds * 0.6
+    parameters = 0
+
+    def save(cells: list[dict[str, Any]], ok: bool = False) -> None:
+        options.json.write_text(json.dumps({"parameters": parameters, "cells": cells, "ok": ok}))
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is closed
     with RunLabel.new("gpu recovery") as label:
         disk = None
@@ -290,13 +303,14 @@ def main() -> int:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
             print(f"{parameters / 1e9:.2f}B parameters in {time.monotonic() - began:.1f} s at {base}", flush=True)
-            cells = asyncio.run(bench(options.size, options.device, base / "model", label, until))
+            cells = asyncio.run(bench(options.size, options.device, base / "model", label, until, save))
         finally:
+            print_logs(label)
             shutil.rmtree(base / "model", ignore_errors=True)
             if disk is not None:
                 shutil.rmtree(disk, ignore_errors=True)
     ok = all(not any(cell["checks"].values()) for cell in cells)
-    options.json.write_text(json.dumps({"parameters": parameters, "cells": cells, "ok": ok}))
+    save(cells, ok)
     return 0 if ok else 1
 
 
