@@ -36,14 +36,15 @@ def plot(result: dict[str, Any], into: Path) -> list[Path]:
         writer.writerows(rows)
 
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(6.2 * len(models), 5.2), layout="constrained")
-    axes = figure.subplots(1, len(models), squeeze=False)[0]
+    figure = Figure(figsize=(5.6 * len(models) + 2.6, 5.0), layout="constrained")
+    axes = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
     for axis, model in zip(axes, models, strict=True):
         _panel(axis, model, [row for row in rows if row["model"] == model])
+    axes[0].set_ylabel("from the signal to the last request's next token")
     handles: dict[str, Any] = {}
     for axis in axes:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
     figure.suptitle(QUESTION, fontsize=11)
     machine, versions = result["machine"], result["versions"]
     about = ", ".join(f"{name} {versions[name]}" for name in ("belayer", "vllm", "torch") if versions.get(name))
@@ -70,6 +71,8 @@ def points(result: dict[str, Any]) -> list[dict[str, Any]]:
         if not cell["adopt"]:
             samples["prefill floor"] = cell["prefill_floor"]["samples_s"]
         for name, baseline in cell["baselines"].items():
+            if cell["adopt"] and name != "cold_start":
+                continue  # they adopt too
             if (series := name.replace("_", " ")) in SERIES:
                 samples[series] = baseline.get("samples_s", [])
         total = cell["requests"] * cell["prefix_tokens"]
@@ -90,6 +93,8 @@ def points(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _panel(axis: Any, model: str, rows: list[dict[str, Any]]) -> None:
     import statistics
+
+    from matplotlib.ticker import FuncFormatter, ScalarFormatter
 
     for series, (colour, marker) in SERIES.items():
         mine = [row for row in rows if row["series"] == series]
@@ -116,5 +121,6 @@ def _panel(axis: Any, model: str, rows: list[dict[str, Any]]) -> None:
     axis.set_title(model, fontsize=10)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_ylabel("seconds from the signal to the last request's next token")
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g} s"))
     axis.grid(True, which="both", linewidth=0.3, alpha=0.5)
