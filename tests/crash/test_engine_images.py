@@ -22,11 +22,12 @@ from tests.engine_kit import Journal, complete, engine_config, make_model, rando
 from belayer import events as ev
 from belayer.engine import Engine
 from belayer.engine._model_folder import inspect
-from belayer.engine._spawner import Wanted
+from belayer.engine._wire import Spec
 from belayer.engine.images import depot
 from belayer.engine.images.key import key_of
 from belayer.engine.images.restore import NOBODY
 from belayer.engine.images.store import FOLDER, Meta, check_files
+from belayer.engine.images.template import BAKED
 from belayer.engine.workers.child import environment
 from belayer.errors import BelayerError
 from belayer.ownership import ENV_VAR, RunLabel
@@ -79,6 +80,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
         patch.setenv("BELAYER_CRIU", str(find_criu()))
         patch.setenv("BELAYER_CACHE", str(found.cache))
         patch.setattr(depot, "QUIET_S", 0.0)
+        patch.setattr(depot, "BUILD_NICE", 0)  # nobody else waits
         asyncio.run(_build(found))
         yield found
 
@@ -389,8 +391,10 @@ def test_an_abandoned_restore_leaves_nothing(built: Built) -> None:
         events: list[ev.Event] = []
         began = time.monotonic()
         async with _engine(built.model, events, standby="none") as engine:
-            spec = engine._fleet._spawner._spec(
-                Wanted(99, fill=False, awaited=False, owner_socket=engine._fleet.owner.address, policy_version=0)
+            settings = {name: getattr(engine._config, name) for name in BAKED}
+            owner = engine._fleet.owner.address
+            spec = Spec(
+                99, model=str(built.model), owner_socket=owner, fill=False, policy_version=0, nice=0, **settings
             )
             images = engine._fleet._spawner.images
             start = asyncio.ensure_future(images.start(lambda: spec, images._log_dir / "abandoned.log"))
