@@ -413,6 +413,26 @@ def test_an_abandoned_restore_leaves_nothing(built: Built) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.timeout(300)
+def test_an_engine_that_is_closed_ends_its_builder(built: Built) -> None:
+    async def scenario() -> None:
+        events: list[ev.Event] = []
+        config = engine_config(built.model, **SETTINGS | {"max_num_seqs": 3})
+        with RunLabel.new("test engine images") as label:
+            env = environment(label, config.threads, config.batch_invariant)
+            images = depot.Depot(config, inspect(config), label, env, label.dir / "engine", events.append)
+            assert await images.find() is None
+            settings = {name: getattr(config, name) for name in BAKED} | {"model": str(built.model)}
+            spec = Spec(0, fill=True, owner_socket="", policy_version=0, nice=0, **settings)
+            images.quiet(True, lambda: spec)
+            await _until(lambda: len(_processes_of(label.name)) == 4)  # builder, its helper, init, worker
+            await images.close()
+            assert not _processes_of(label.name)
+        assert [event.data["state"] for event in events] == ["building"]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.timeout(900)
 def test_images_that_fail_are_refused_and_the_engine_starts_without(built: Built) -> None:
     """Two kinds of failure; the last one in a whole engine, which comes up through the nursery."""

@@ -210,11 +210,44 @@ class Depot:
     async def close(self) -> None:
         """End a build, and leave nothing of CRIU's on the host."""
         self._closing = True
-        self._stop_building()
         if self._builder is not None:
+            family = _family(self._builder.pid)
+            self._stop_building()
             await self._builder.gone(_FENCE_S)
+            await _all_gone(family, _FENCE_S)
+        self._stop_building()
         if self._restores or self._builds:
             await asyncio.to_thread(_criu.forget_kernel_features)
+
+
+def _family(pid: int) -> list[int]:
+    """Pidfds of the processes below `pid`, whose end follows from its end, but a moment later."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for word in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    found += [os.pidfd_open(int(word)), *_family(int(word))]
+    return found
+
+
+async def _all_gone(pidfds: list[int], timeout_s: float) -> None:
+    """Wait for them, not longer than `timeout_s`: they are labelled, so what is left then is found."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_s):
+            for pidfd in pidfds:
+                ended = asyncio.Event()
+                loop.add_reader(pidfd, ended.set)
+                try:
+                    await ended.wait()
+                finally:
+                    loop.remove_reader(pidfd)
+    except TimeoutError:
+        pass
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
 
 
 async def _first_word(link: WorkerLink) -> Ready | str:
