@@ -92,6 +92,7 @@ def engine_config(model: Path, **changes: Any) -> EngineConfig:
         "max_num_seqs": 8,
         "kv_bytes": 32 << 20,
         "hang_s": 1.5,
+        "images": False,  # a test that wants its workers from an image says so
     }
     return EngineConfig(**(settings | changes))
 

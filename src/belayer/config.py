@@ -40,7 +40,7 @@ class EngineConfig(_Section):
         description="Keep a warmed-up shadow; or only its image, which costs no memory; or cold start.",
     )
     images: bool = Field(
-        default=False, description="Start workers from a checkpointed one where that works, and make such images."
+        default=True, description="Start workers from a checkpointed one where that works, and make such images."
     )
     images_bytes: int = Field(default=8 << 30, ge=1 << 20, description="Disk budget of all engine images.")
     hang_s: float = Field(
