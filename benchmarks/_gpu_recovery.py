@@ -124,6 +124,7 @@ class Tape:
         self.first: dict[str, float] = {}
         self.gaps = 0
         self.killed_at = 0.0
+        self.noticed = False  # what was on its way before the death is noticed still arrives, and is nobody's recovery
         self._count = count
         self._kill = kill
 
@@ -133,9 +134,14 @@ class Tape:
         self.gaps += chunk.start != len(tokens)
         tokens += chunk.token_ids
         self.first.setdefault(chunk.request_id, now)
-        if self.killed_at:
+        if self.noticed:
             self.resumed.setdefault(chunk.request_id, now)
-        elif self._kill and len(self.tokens) == self._count and min(map(len, self.tokens.values())) >= BEFORE:
+        elif (
+            self._kill
+            and not self.killed_at
+            and len(self.tokens) == self._count
+            and min(map(len, self.tokens.values())) >= BEFORE
+        ):
             self.killed_at = time.monotonic()
             self._kill()
 
@@ -156,7 +162,18 @@ async def complete(engine: Engine, work: list[GenerationRequest], tape: Tape) ->
     return tape
 
 
-async def recover(engine: Engine, events: list[ev.Event], count: int, length: int, seed: int, exact: bool):
+class Events(list[ev.Event]):
+    """What the engine reports; tells the tape that runs when a death is noticed."""
+
+    tape: Tape | None = None
+
+    def sink(self, event: ev.Event) -> None:
+        self.append(event)
+        if event.kind == ev.FAULT_DETECTED and self.tape is not None and self.tape.killed_at:
+            self.tape.noticed = True
+
+
+async def recover(engine: Engine, events: Events, count: int, length: int, seed: int, exact: bool):
     """One kill: seconds until every request had its next token, the phases, and what must be zero."""
     await engine.wait_standby(60)
 
@@ -166,7 +183,8 @@ async def recover(engine: Engine, events: list[ev.Event], count: int, length: in
 
     work = requests(count, length, seed)
     seen = len(events)
-    tape = await complete(engine, work, Tape(count, kill))
+    events.tape = Tape(count, kill)
+    tape = await complete(engine, work, events.tape)
     async with asyncio.timeout(20):
         while not (found := [e for e in events[seen:] if e.kind == ev.RECOVERED]):
             await asyncio.sleep(0.005)
@@ -208,7 +226,7 @@ async def bench(
 ) -> list[dict[str, Any]]:
     exact = size == "tiny"
     workloads = WORKLOADS if device == "cuda" else WORKLOADS[:2]
-    events: list[ev.Event] = []
+    events = Events()
     config = EngineConfig(
         backend="transformers",
         device=device,  # pyright: ignore[reportArgumentType]
@@ -222,7 +240,7 @@ async def bench(
     )
     cells = []
     began = time.monotonic()
-    engine = await Engine.start(config, label, events=events.append)
+    engine = await Engine.start(config, label, events=events.sink)
     print(f"engine up in {time.monotonic() - began:.1f} s", flush=True)
     try:
         await engine.wait_standby(120)
