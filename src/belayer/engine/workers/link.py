@@ -68,17 +68,22 @@ class WorkerLink:
         return self.life.state in (ProcessState.FENCED, ProcessState.REAPED)
 
     def send(self, message: ToWorker) -> None:
-        """Queue a message; a worker that does not read is the hang detector's business."""
+        """Queue a message; a worker that does not read is the hang detector's business.
+
+        What callers send in one turn of the loop travels together: requests that come together are prefilled together.
+        """
         if not self.fenced:
             self._write(pack(message))
 
     def _write(self, data: bytes) -> None:
-        waiting = bool(self._out)
+        if not self._out:
+            self._loop.call_soon(self._flush)
         self._out += data
-        if not waiting:
-            self._flush()
 
     def _flush(self) -> None:
+        if self._socket.fileno() < 0:
+            self._out.clear()  # fenced meanwhile
+            return
         try:
             while self._out:
                 sent = self._socket.send(self._out)
