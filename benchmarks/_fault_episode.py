@@ -14,8 +14,8 @@ from belayer import events as ev
 from belayer.engine import Engine
 from belayer.errors import EngineError, WeightsError
 from belayer.faults import failpoints
-from belayer.faults.engine_kinds import EngineFault, hits_worker
-from belayer.faults.engine_strikes import Striker
+from belayer.faults.engine_kinds import EngineFault
+from belayer.faults.engine_strikes import Striker, parent
 
 from ._fault_load import Load
 
@@ -131,11 +131,14 @@ class Episode:
         pid = pid or self._striker.pid(role)
         now = time.monotonic()
         serving = pid is not None and pid == self._engine.worker_pid
+        dependent = {} if role != "nursery" else {who: self._striker.pid(who) for who in ("worker", "shadow")}
+        dependent = {who: other for who, other in dependent.items() if other is not None and parent(other) == pid}
         if pid is None or not self._striker.strike_pid(pid, name):
             return False
         self._first = self._first or now
         self._struck[pid] = role
-        if serving or role in ("worker", "nursery"):
+        self._struck |= {other: who for who, other in dependent.items()}  # they die with their parent
+        if serving or role == "worker" or "worker" in dependent:
             self._last_of_worker = now
         return True
 
@@ -209,13 +212,16 @@ class Episode:
             how = ", ".join(data["how"] for _at, data in recoveries)
             record.how = f"{how} ({record.how})" if record.how else how
             record.recovery_s = recoveries[-1][0] - self._first
-        if "owner" in roles or (roles == {"shadow"} and "sigstop" not in record.kind):
+        shadow_alone = "shadow" in roles and not self._last_of_worker and "sigstop" not in record.kind
+        if "owner" in roles or shadow_alone:
             await self._everybody_is_back(record.kind)
             if record.recovery_s is None:
                 record.recovery_s = time.monotonic() - self._first
                 record.how = record.how or ("new owner and shadow" if "owner" in roles else "new shadow")
+        if roles == {"nursery"}:
+            record.how = "nobody depended on it"
         role = next(iter(self._struck.values()))
-        subject = "worker" if hits_worker(record.kind) and "update" not in record.kind else role
+        subject = "worker" if "worker" in roles and "update" not in record.kind else role
         detected = self._log.since(self._first, ev.FAULT_DETECTED, subject)
         if detected:
             record.detect_s = detected[0][0] - self._first

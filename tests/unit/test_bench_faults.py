@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from belayer.faults.engine_kinds import WEIGHTS, hits_worker, needs_shadow, stream
-from belayer.faults.engine_strikes import Striker, children
+from belayer.faults.engine_kinds import WEIGHTS, needs_shadow, stream
+from belayer.faults.engine_strikes import Striker, children, parent
 from belayer.ownership import RunLabel
 
 pytestmark = [
@@ -31,13 +31,12 @@ def test_the_plan_is_seeded_and_holds_every_kind_early():
     assert all(counts[kind] >= 1 for kind in WEIGHTS) and counts["worker.sigkill"] > counts["nursery.sigkill"]
     assert all(fault.protected for fault in first if needs_shadow(fault.kind))
     assert not all(fault.protected for fault in first)
-    assert hits_worker("nursery.sigkill") and not hits_worker("owner.sigkill")
 
 
 def test_a_strike_falls_on_the_engine_s_own_processes_only():
     victim = subprocess.Popen(["sleep", "60"])
     engine: Any = SimpleNamespace(worker_pid=victim.pid, shadow_pid=None, owner_pid=victim.pid)
-    assert victim.pid in children()
+    assert victim.pid in children() and parent(victim.pid) == os.getpid()
     try:
         assert not Striker(engine, lambda _pid: False).strike_pid(victim.pid, "sigkill")
         assert victim.poll() is None

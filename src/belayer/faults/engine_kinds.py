@@ -78,8 +78,3 @@ def stream(seed: int) -> Iterator[EngineFault]:
 def needs_shadow(kind: str) -> bool:
     """Whether a fault of this kind has no target, or another meaning, while no shadow is ready."""
     return "shadow" in kind or "promoted" in kind
-
-
-def hits_worker(kind: str) -> bool:
-    """Whether the serving worker goes down, so that requests in flight have to be recovered."""
-    return "worker" in kind or "nursery" in kind

@@ -68,6 +68,14 @@ def children() -> list[int]:
     return found
 
 
+def parent(pid: int) -> int:
+    """Of a process; 0 when that is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def _command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
