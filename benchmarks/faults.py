@@ -47,6 +47,7 @@ class Struck(msgspec.Struct, frozen=True):
     name: str
     share: float
     settings: dict[str, float | int | bool | str]
+    quick: bool = False
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -59,12 +60,14 @@ def workload() -> Workload:
     return msgspec.convert(tomllib.loads((Path(__file__).parent / "workloads" / "faults.toml").read_text()), Workload)
 
 
-def _engines(plan: Workload, count: int) -> tuple[list[Kind], list[str]]:
+def _engines(plan: Workload, count: int, quick: bool) -> tuple[list[Kind], list[str]]:
     """The engines that can run here, and why others cannot. Who cannot leaves its share to the rest."""
     possible: list[tuple[Struck, EngineConfig]] = []
     skipped: list[str] = []
     model = plan.model
     for engine in plan.engines:
+        if quick and not engine.quick:
+            continue
         try:
             config = EngineConfig(
                 model=folder(model),
@@ -93,7 +96,7 @@ def bench(
     if not engine:
         raise ConfigError("no campaign was chosen", next_step="say what to strike: --engine")
     plan = workload()
-    engines, skipped = _engines(plan, faults or COUNT[quick])
+    engines, skipped = _engines(plan, faults or COUNT[quick], quick)
     for reason in skipped:
         _console.print(f"skipped: {reason}")
     state = Path("build") / f"bench-faults-engine-{seed}.state.json"
