@@ -88,24 +88,32 @@ class KvBlocks:
 
 
 def _places(cache: torch.Tensor) -> torch.Tensor:
-    """For every place in a block the elements, of one head's part of a block, that hold its token: int64 [size, n]."""
+    """Where a block has its tokens: int64 [block size, 2 x head size], offsets of elements in one head's part.
+
+    For each token its key first, then its value, each in the order of the head's dimensions.
+    """
     _blocks, heads, size, width = cache.shape
     head = width // 2
     isa = _get_attn_isa(cache.dtype, size, head, "auto")
-    one = torch.ones((1, heads, head), dtype=cache.dtype)
-    found = []
+    ramp = torch.arange(1, head + 1).to(cache.dtype).repeat(1, heads, 1)
+    if head > 256:
+        raise EngineError(f"KV blocks of heads with {head} dimensions cannot be sealed")
+    found = torch.empty((size, 2, head), dtype=torch.int64)
     for place in range(size):
-        scratch = torch.zeros((1, heads, size * 2, head), dtype=cache.dtype)
-        keys, values = scratch.chunk(2, dim=2)
         slot = torch.tensor([place], dtype=torch.int64)
-        operators.cpu_attn_reshape_and_cache(
-            one, one, keys, values, slot, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
-        )
-        written = scratch.view(heads, -1) != 0
-        if not bool((written == written[0]).all()) or int(written[0].sum()) != width:
-            raise EngineError("this processor's attention kernel orders KV blocks in an unknown way")
-        found.append(written[0].nonzero().flatten())
-    places = torch.stack(found)
-    if places.unique().numel() != size * width:
+        for part in (0, 1):
+            scratch = torch.zeros((1, heads, size * 2, head), dtype=cache.dtype)
+            keys, values = scratch.chunk(2, dim=2)
+            pair = (ramp, torch.zeros_like(ramp)) if part == 0 else (torch.zeros_like(ramp), ramp)
+            operators.cpu_attn_reshape_and_cache(
+                *pair, keys, values, slot, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+            )
+            written = scratch.view(heads, -1).float()
+            order = written[0].nonzero().flatten()
+            order = order[written[0][order].argsort()]
+            if not (written == written[0]).all() or not torch.equal(written[0][order], ramp[0, 0].float()):
+                raise EngineError("this processor's attention kernel orders KV blocks in an unknown way")
+            found[place, part] = order
+    if found.unique().numel() != size * width:
         raise EngineError("this processor's attention kernel shares memory between tokens of a KV block")
-    return places
+    return found.view(size, width)

@@ -26,6 +26,7 @@ from belayer.engine.backends.vllm.blocks import KvBlocks
 from belayer.engine.backends.vllm.invariance import use_one_attention_tile
 from belayer.engine.backends.vllm.sampling import Rows, extra_args, install
 from belayer.engine.backends.vllm.sealing import VllmSealing
+from belayer.engine.backends.vllm.tap import RowTap
 from belayer.engine.memory.host import Region
 from belayer.engine.request import Sampling
 from belayer.errors import EngineError
@@ -113,8 +114,8 @@ class VllmBackend:
 
     def _make_sealing(self) -> VllmSealing:
         executor: Any = self._core.model_executor
-        caches = executor.driver_worker.worker.model_runner.kv_caches
-        return VllmSealing(self._core.scheduler, KvBlocks(caches, self.arena))
+        runner = executor.driver_worker.worker.model_runner
+        return VllmSealing(self._core.scheduler, KvBlocks(runner.kv_caches, self.arena), RowTap(runner))
 
     def submit(self, work: Work) -> None:
         """Queue a request; what is known of its completion becomes part of the prefill."""

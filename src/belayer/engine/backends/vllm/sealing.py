@@ -20,6 +20,7 @@ import vllm
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from belayer.engine.backends.vllm.blocks import KvBlocks
+from belayer.engine.backends.vllm.tap import RowTap
 from belayer.engine.memory.seals import ROOT, Seal, SealTable, chain, stamp
 from belayer.errors import EngineError
 
@@ -54,7 +55,7 @@ class _Tail:
 class VllmSealing:
     """The seals of one worker's blocks; part of `belayer.engine.backends.vllm.core.VllmBackend`."""
 
-    def __init__(self, scheduler: Any, blocks: KvBlocks) -> None:
+    def __init__(self, scheduler: Any, blocks: KvBlocks, tap: RowTap) -> None:
         self._scheduler = scheduler
         self._manager = scheduler.kv_cache_manager
         self._pool = self._manager.block_pool
@@ -62,6 +63,7 @@ class VllmSealing:
         if len(self._groups) != 1 or self._pool.num_gpu_blocks != blocks.count:
             raise EngineError("blocks of a model with several kinds of attention cannot be sealed")
         self._blocks = blocks
+        self._tap = tap
         self._table: SealTable | None = None
         self._epoch = 0
         self._live: dict[int, _Live] = {}
@@ -86,6 +88,7 @@ class VllmSealing:
         """Use the seal table in `memory` and the arena that is mapped now. Returns the number of candidates."""
         table = self._table = SealTable(memory, self._blocks.count, self._blocks.size)
         self._epoch = epoch
+        self._tap.on = True
         geometry = stamp("vllm", vllm.__version__, layout_hash, *self._blocks.geometry)
         if not table.describes(geometry):
             self._blocks.forget()
@@ -126,8 +129,9 @@ class VllmSealing:
         if self._table is None:
             return
         running = self._scheduler.running
+        fresh = self._tap.take()
         for request in running:
-            self._seal_request(request)
+            self._seal_request(request, fresh.get(request.request_id))
         if len(self._cursors) > len(running):
             self._cursors = {r.request_id: self._cursors[r.request_id] for r in running}
         for key in list(self._tails):
@@ -135,7 +139,8 @@ class VllmSealing:
             if request is None or request.num_computed_tokens > 0:
                 self._release(key)
 
-    def _seal_request(self, request: Any) -> None:
+    def _seal_request(self, request: Any, fresh: int | None) -> None:
+        """`fresh` is the checksum of the last computed token, if it is known."""
         assert self._table is not None
         size = self._blocks.size
         blocks = self._groups[0].req_to_blocks[request.request_id]
@@ -153,17 +158,20 @@ class VllmSealing:
                 self._table.open(block, self._epoch, cursor.before)
                 live = self._live[block] = _Live(cursor.before, 0, None)
             if live.sealed < count:
-                self._seal_block(block, live, request.all_token_ids[first : first + count])
+                self._seal_block(block, live, request.all_token_ids[first : first + count], fresh)
             if count < size:
                 break
             assert live.after is not None
             cursor.index, cursor.before, cursor.last = cursor.index + 1, live.after, block
 
-    def _seal_block(self, block: int, live: _Live, tokens: list[int]) -> None:
+    def _seal_block(self, block: int, live: _Live, tokens: list[int], fresh: int | None) -> None:
         assert self._table is not None
         count = len(tokens)
         if count < self._blocks.size:
-            checksums = self._blocks.row_checksums(block, live.sealed, count)
+            if fresh is not None and live.sealed == count - 1:
+                checksums = [fresh]
+            else:
+                checksums = self._blocks.row_checksums(block, live.sealed, count)
             self._table.append(block, live.sealed, tokens[live.sealed :], checksums)
         else:
             self._table.complete(block, tokens, self._blocks.checksum(block))
