@@ -116,6 +116,20 @@ class _Process:
         epoch.close()
         return layout
 
+    def refusal(self, spec: Spec) -> str:
+        """What the backend says to a `spec` that it cannot serve; empty if it can."""
+        from belayer.engine import backends
+        from belayer.engine.backends.owned_weights import OwnedWeights
+        from belayer.errors import EngineError
+
+        weights = OwnedWeights(fill=True, batch_invariant=spec.batch_invariant, device=spec.device)
+        weights.attach = self._attach
+        try:
+            backends.make(spec, weights)
+        except EngineError as error:
+            return str(error)
+        return ""
+
     def warm_up(self) -> None:
         self.backend.warm_up()
 

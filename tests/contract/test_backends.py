@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.contract.backend_kit import BackendHost, outcomes, requests
 from tests.contract.reference_model import logits
-from tests.engine_kit import VOCABULARY, make_model
+from tests.engine_kit import VOCABULARY, make_model, random_weights
 
 from belayer.engine import memory
 from belayer.engine._penalties import Penalties, penalised
@@ -266,3 +269,35 @@ def test_a_step_says_beforehand_whether_it_prefills(host: BackendHost, work: lis
     assert host.ask("state") == (False, False)
     for key, outcome in outcomes([*work[:2], work[4]], chunks).items():
         assert (outcome.tokens, outcome.logprobs, outcome.reason) == whole[key]
+
+
+def test_what_it_cannot_serve_is_refused_with_a_reason(
+    host: BackendHost, folders: list[Path], tmp_path: Path, work: list[Work], whole: Run
+) -> None:
+    if host.spec.backend != "transformers":
+        pytest.skip("one process holds one vLLM; its refusals are tested with the engine (tests/crash)")
+
+    def folder(name: str, weights: dict[str, torch.Tensor], **changes: Any) -> str:
+        path = tmp_path / name
+        path.mkdir()
+        config = json.loads((folders[0] / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(config))
+        save_file(weights, path / "model.safetensors")
+        return str(path)
+
+    weights = dict(random_weights())
+    small = msgspec.structs.replace(host.spec, kv_bytes=1 << 18)
+    assert "max_model_len 448" in host.ask("refusal", small) and "engine.kv_bytes" in host.ask("refusal", small)
+    sliding = folder("sliding", weights, use_sliding_window=True, sliding_window=64, max_window_layers=0)
+    foreign = folder("foreign", weights | {"model.layers.0.mlp.experts.0.weight": torch.zeros(4, 4)})
+    partial = folder("partial", {name: value for name, value in weights.items() if "layers.1.mlp.up" not in name})
+    crooked = folder("crooked", weights | {"model.norm.weight": torch.zeros(64)})
+    for model, reason in (
+        (sliding, "full attention in every layer"),
+        (foreign, "no parameter model.layers.0.mlp.experts.0.weight"),
+        (partial, "no tensor of the model folder fills parameter model.layers.1.mlp.up_proj.weight"),
+        (crooked, "model.norm.weight has shape (64,)"),
+    ):
+        assert reason in host.ask("refusal", msgspec.structs.replace(host.spec, model=model))
+    assert host.ask("refusal", host.spec) == ""
+    assert plain(host, work) == whole
