@@ -297,6 +297,7 @@ def test_without_criu_there_is_a_reason(built: Built, monkeypatch: pytest.Monkey
         events: list[ev.Event] = []
         async with _depot(built, events) as images:
             assert await images.find() is None and await images.find() is None
+            assert "no CRIU 4.2 or newer" in images.why_not
         (event,) = events  # said once
         assert event.data["state"] == "none" and "no CRIU 4.2 or newer" in event.data["reason"]
 

@@ -146,6 +146,11 @@ class Fleet:
         ready = self._config.standby == "none" or self._spawner.images.available.is_set()
         return self.supervisor.state is sv.State.SERVING and ready
 
+    @property
+    def no_standby(self) -> str:
+        """Why it will never be `protected`; empty: it may."""
+        return self._spawner.images.why_not if self._config.standby == "image" else ""
+
     def _tell_depot(self) -> None:
         serving = self.supervisor.state is sv.State.SERVING and not self._closing
         quiet = serving and (self._config.standby != "process" or self.supervisor.protected)

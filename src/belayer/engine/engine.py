@@ -343,12 +343,15 @@ class Engine:
         """Wait until a shadow, or its image, could take over at once. Raises `EngineError` after `timeout_s`."""
         if self._config.standby == "none":
             raise EngineError("this engine has no shadow: engine.standby is none")
+        fleet = self._fleet
         try:
-            await self._fleet.wait(lambda: self._fleet.failure is not None or self._fleet.protected, timeout_s)
+            await fleet.wait(lambda: fleet.failure is not None or fleet.protected or bool(fleet.no_standby), timeout_s)
         except TimeoutError:
             raise EngineError(f"no shadow is ready after {timeout_s:g} s") from None
-        if self._fleet.failure is not None:
-            raise self._fleet.failure
+        if fleet.failure is not None:
+            raise fleet.failure
+        if fleet.no_standby:
+            raise EngineError(f"no image can stand by: {fleet.no_standby}", next_step="set engine.standby to process")
 
     def _watched(self) -> WorkerLink | None:
         link = self._fleet.serving

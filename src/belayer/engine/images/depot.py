@@ -62,7 +62,8 @@ class Depot:
         self._events = events
         self._store = ImageStore(config.images_bytes)
         self._key: Key | None = None
-        self._why_not = "" if config.images else "engine.images is off"
+        self.why_not = "" if config.images else "engine.images is off"
+        """Why this engine will never start a worker from an image; empty: it may."""
         self._restores = 0
         self._timer: asyncio.TimerHandle | None = None
         self._builder: Child | None = None
@@ -76,7 +77,7 @@ class Depot:
     # -- workers ------------------------------------------------------------------------------------------------------
     async def find(self) -> Image | None:
         """The image to start workers from, or None; the event says why there is none."""
-        if self._why_not:
+        if self.why_not:
             return None
         try:
             image = await asyncio.to_thread(self._look)
@@ -139,7 +140,8 @@ class Depot:
         self._say("refused", reason=f"the engine image {image.folder.name} is refused: {why}")
 
     def _give_up(self, why: str) -> None:
-        self._why_not = why
+        self.why_not = why
+        self.available.clear()
         self._say("none", reason=why)
 
     def _say(self, state: str, **data: object) -> None:
@@ -150,7 +152,7 @@ class Depot:
     # -- building -----------------------------------------------------------------------------------------------------
     def quiet(self, quiet: bool, spec: Callable[[], Spec]) -> None:
         """Tell whether the engine serves with all the protection it shall have. An image is built only meanwhile."""
-        if not quiet or self._closing or self._why_not:
+        if not quiet or self._closing or self.why_not:
             self._stop_building()
         elif self._timer is None and self._builder is None and not self.available.is_set():
             self._spec = spec()
