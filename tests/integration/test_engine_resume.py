@@ -11,7 +11,7 @@ import pytest
 from tests.engine_kit import VOCABULARY, Journal, byte_tokenizer, engine_config, make_model, random_weights
 
 from belayer.engine import Engine, GenerationRequest, Sampling
-from belayer.errors import RequestRefused
+from belayer.errors import EngineError, RequestRefused
 from belayer.ownership import RunLabel
 
 pytestmark = [
@@ -126,6 +126,7 @@ def test_every_position(tmp_path: Path) -> None:
         await seeds(engine)
         await budgets(engine, work, whole)
         await refused(engine)
+        await not_numbers(engine, work, whole)
 
     async def penalties_have_an_effect(engine: Engine, whole: Outcome) -> None:
         plain = await run(engine, [make(kind, **OFF) for kind in ("greedy, penalties", "all")])
@@ -223,6 +224,19 @@ def test_every_position(tmp_path: Path) -> None:
             with pytest.raises(RequestRefused, match=why):
                 await engine.generate(make("sampled", **changes), journal)
             assert not journal.tokens
+
+    async def not_numbers(engine: Engine, work: list[GenerationRequest], whole: Outcome) -> None:
+        """Weights that overflow make no tokens: the request fails, and nothing of it is journalled."""
+        good = dict(random_weights())
+        broken = good["model.norm.weight"] * float("nan")
+        await engine.update_weights([("model.norm.weight", broken)], engine.policy_version + 1)
+        for kind in ("greedy", "sampled", "all"):
+            journal = Journal()
+            with pytest.raises(EngineError, match="not numbers"):
+                await engine.generate(make(kind), journal)
+            assert not journal.tokens
+        await engine.update_weights(good.items(), engine.policy_version + 1)
+        assert (await run(engine, work)).tokens == whole.tokens
 
     asyncio.run(scenario())
 

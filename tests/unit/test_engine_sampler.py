@@ -113,6 +113,11 @@ def test_logits_that_are_not_numbers_stop_nobody_else() -> None:
     logits = logits_of(3, 500)
     undisturbed = choose(logits, [(0, KINDS[0], 1), (2, KINDS[2], 1)])
     logits[1, 77] = torch.nan
+    for number, kind in enumerate(KINDS):
+        penalties = {1: Penalties(kind, [5])} if number >= 3 else {}
+        assert choose(logits, [(1, kind, 1)], penalties) == [77]
+        assert _sampler_on_device.choose(logits, [(1, kind, 1)], penalties) == [77]
+        assert 0 <= choose(torch.full((2, 500), torch.nan), [(1, kind, 1)], penalties)[0] < 500
     found = choose(logits, [(0, KINDS[0], 1), (1, KINDS[0], 1), (2, KINDS[2], 1)])
     assert [found[0], found[2]] == undisturbed
     assert found[1] == likeliest(logits)[1] == 77

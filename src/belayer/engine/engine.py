@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -215,6 +216,11 @@ class Engine:
             self._deliver(flight, made, message.policy_version)
 
     def _deliver(self, flight: Flight, made: Chunk, policy_version: int) -> None:
+        if any(math.isnan(logprob) for logprob in made.logprobs):
+            text = f"request {flight.request.id}: the model's logits are not numbers"
+            flight.outcome.set_exception(EngineError(text, kept="its tokens so far", next_step="check the weights"))
+            self._drop(flight, RequestState.FAILED)
+            return
         ends, count = made.finish_reason, len(made.token_ids)
         if flight.watch is not None and (last := flight.watch.feed(made.token_ids)) is not None:
             ends, count = "stop", last + 1

@@ -55,9 +55,10 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], penalties: Mapping[int, Pe
         if penalty is not None:
             one = one.astype(np.float64)
             penalty.apply(one)
-        if sampling.temperature == 0:
-            tokens[index] = int(one.argmax())
-        elif sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1:
+        filters = sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
+        if sampling.temperature == 0 or (filters and not math.isfinite(one.max())):
+            tokens[index] = int(one.argmax())  # the likeliest; or the first that is no number: its logprob tells
+        elif filters:
             kept = candidates(one, sampling)
             partly.append((index, one[kept], kept))
         elif penalty is None:
