@@ -45,6 +45,7 @@ class Owner:
 
     def __init__(self, listener: socket.socket, control: socket.socket, device: str = "cpu") -> None:
         self._memory = of(device)
+        self._memory.rounded(1)  # a GPU's driver may take seconds to come up: before anybody waits for an answer
         self.table = EpochTable()
         self._boot_id = secrets.token_hex(8)
         self._seals: tuple[int, int] | None = None

@@ -33,11 +33,15 @@ INVARIANT = "belayer_flash_invariant"
 KEY_BLOCK = 512
 QUERY_BLOCK = 4
 
-_masks: dict[tuple[int, int], torch.Tensor] = {}  # of this step, for all layers
+# Of the step that runs, the same for all its layers. transformers passes lengths as tensors on the device, and to read
+# those would stop a GPU in every layer.
+_spans: list[tuple[int, int, int, int]] = []
+_masks: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def new_step() -> None:
-    """Forget what belonged to the step before."""
+def new_step(spans: list[tuple[int, int, int, int]]) -> None:
+    """`spans` say where each request of the next step lies: its queries [first, last) and, likewise, its keys."""
+    _spans[:] = spans
     _masks.clear()
 
 
@@ -81,7 +85,6 @@ def _packed(invariant: bool, module: Any, query: Any, key: Any, value: Any, scal
     key, value = kwargs.pop("cache").update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
     )
-    # both lists are on the host, put there by `lengths`: reading them here would stop a GPU in every layer
     out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
     for first, last, key_first, key_last in _spans:
         one = _one_request(
@@ -93,14 +96,6 @@ def _packed(invariant: bool, module: Any, query: Any, key: Any, value: Any, scal
         )
         out[:, first:last] = one.transpose(1, 2)
     return out, None
-
-
-_spans: list[tuple[int, int, int, int]] = []
-
-
-def spans(of: list[tuple[int, int, int, int]]) -> None:
-    """Where each request of the next step lies: its queries [first, last) and, likewise, its keys."""
-    _spans[:] = of
 
 
 def _plain(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: Any = None, **kwargs: Any):

@@ -105,7 +105,7 @@ class TransformersBackend:
                 "the transformers backend serves models with full attention in every layer",
                 next_step='use engine.backend = "vllm"',
             )
-        self.sealing = None  # it cannot
+        self.sealing = None  # blocks of a dead worker are always rebuilt here
         self._arena = mode.regions[0]
         self._manager = manager  # it must live as long as the processor
         self._processor = processor
@@ -163,8 +163,7 @@ class TransformersBackend:
             return []
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # what was prepared there is read on transformers' own stream
-        attention.new_step()
-        attention.spans(self._spans())
+        attention.new_step(self._spans())
         self._processor._generation_step(self._model)
         self._processor.update_batch()
         chunks: list[Chunk] = []
