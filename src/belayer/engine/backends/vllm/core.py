@@ -32,6 +32,7 @@ from belayer.engine.request import Sampling
 from belayer.errors import EngineError
 
 BLOCK_SIZE = 32  # tokens: the least that vLLM's CPU kernels take, so that prefixes are shared and sealed finely
+CHUNK = 512  # tokens of a step at most: short prefixes get their next token first, and long ones do not stop decoding
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -89,6 +90,7 @@ class VllmBackend:
             max_num_seqs=spec.max_num_seqs,
             kv_cache_memory_bytes=spec.kv_bytes,
             block_size=BLOCK_SIZE,
+            max_num_batched_tokens=max(CHUNK, spec.max_num_seqs),
             load_format=loader.LOAD_FORMAT,
             worker_cls=f"{OwnedWorker.__module__}.{OwnedWorker.__name__}",
             logits_processors=[Rows],
@@ -194,12 +196,15 @@ class VllmBackend:
         self._core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def warm_up(self) -> None:
-        """Run every kind of step on scratch memory: prefill and decode, greedy and sampled, small and full batch."""
-        length = max(1, min(200, self._max_model_len - 8))
+        """Run every kind of step on scratch memory: prefill and decode, greedy and sampled, small and full batch.
+
+        It is about code paths and buffers, not about quantity: a few tokens per request do, for a shadow that is
+        warming up takes processor time from the worker beside it.
+        """
         for round_, count in enumerate((1, self._max_num_seqs)):
             for index in range(count):
-                prompt = [(7 * i + 13 * index + 1) % self._vocabulary for i in range(length if index % 2 else 40)]
-                prompt = prompt[: self._max_model_len - 8]
+                length = min((72, 6)[round_], self._max_model_len - 8)  # alone: several blocks
+                prompt = [(7 * i + 13 * index + 1) % self._vocabulary for i in range(length)]
                 kinds = (
                     Sampling(max_tokens=4, temperature=0.0),
                     Sampling(max_tokens=4, seed=index),
