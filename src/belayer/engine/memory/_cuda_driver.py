@@ -44,7 +44,10 @@ def load() -> Any:
 def call(name: str, *arguments: Any) -> Any:
     """Call the driver's function `name`; returns its one result, or a tuple of several, or None."""
     driver = load()
-    status, *results = getattr(driver, name)(*arguments)
+    try:
+        status, *results = getattr(driver, name)(*arguments)
+    except RuntimeError as error:  # the bindings': this driver has no such function
+        raise CudaError(f"{name}: {error}") from None
     if int(status) != 0:
         raise CudaError(f"{name}: {_describe(driver, status)}")
     if len(results) > 1:
