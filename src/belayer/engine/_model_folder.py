@@ -22,6 +22,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 def inspect(config: EngineConfig) -> ModelFacts:
     """Read the folder's `config.json`. Raises `ConfigError` with one sentence about what is wrong."""
+    if config.backend == "vllm" and config.device != "cpu":
+        raise ConfigError(
+            f"the vLLM backend serves on the CPU, not on {config.device}",
+            next_step='set engine.backend = "transformers"',
+        )
     if config.model is None:
         raise ConfigError("no model is configured", next_step="set engine.model to a model folder")
     folder = config.model.expanduser().absolute()
