@@ -80,8 +80,8 @@ class Plain:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        from belayer.engine.backends.vllm import loader, wide_linear
-        from belayer.engine.backends.vllm.invariance import linear_for_any_batch, use_one_attention_tile
+        from belayer.engine.backends.vllm import core, loader
+        from belayer.engine.backends.vllm.invariance import use_one_attention_tile
 
         if not setup.as_it_comes:
             loader.use_plain_matmul()
@@ -94,6 +94,7 @@ class Plain:
             max_num_seqs=setup.max_num_seqs,
             kv_cache_memory_bytes=setup.kv_bytes,
             distributed_executor_backend="uni",
+            block_size=None if setup.as_it_comes else core.BLOCK_SIZE,  # it decides how much of a prompt is cached
             enforce_eager=True,
             skip_tokenizer_init=True,
             async_scheduling=False,
@@ -106,10 +107,7 @@ class Plain:
         if not setup.as_it_comes:
             executor: object = self._core.model_executor
             model = executor.driver_worker.worker.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
-            if setup.batch_invariant:
-                loader._use_linear(model, linear_for_any_batch)
-            elif wide_linear.needed(config.model_config.dtype):
-                loader._use_linear(model, wide_linear.linear_through_float32)
+            loader.use_own_linear(model, config.model_config.dtype, setup.batch_invariant)
 
     def run(self, requests: list[One]) -> Done:
         from vllm import SamplingParams

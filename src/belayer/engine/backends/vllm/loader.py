@@ -45,15 +45,19 @@ class OwnerLoader(BaseModelLoader):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             _current.take(model, lambda: disk.get_all_weights(model_config, model))
             process_weights_after_loading(model, model_config, torch.device("cpu"))
-        if _current.batch_invariant:
-            _use_linear(model, linear_for_any_batch)
-        elif wide_linear.needed(model_config.dtype):
-            narrow_linear.prepare()
-            _use_linear(model, wide_linear.linear_through_float32)
+        use_own_linear(model, model_config.dtype, _current.batch_invariant)
         return model.eval()
 
 
-def _use_linear(model: torch.nn.Module, function: Any) -> None:
+def use_own_linear(model: torch.nn.Module, dtype: torch.dtype, batch_invariant: bool) -> None:
+    """Replace the matrix products of a built model where ours are exact in any batch, or much quicker."""
+    if batch_invariant:
+        function: Any = linear_for_any_batch
+    elif wide_linear.needed(dtype):
+        narrow_linear.prepare()
+        function = wide_linear.linear_through_float32
+    else:
+        return
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = function  # pyright: ignore[reportArgumentType]
