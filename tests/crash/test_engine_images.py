@@ -63,6 +63,8 @@ class Built:
         self.model = model
         self.cache = cache
         self.reference: Journal
+        self.cold_s = 0.0
+        """From nothing to a worker that serves, without an image."""
         self.events: list[ev.Event] = []
 
     def states(self) -> list[str]:
@@ -89,7 +91,9 @@ async def _build(found: Built) -> None:
     def since(state: str) -> int:
         return found.states().count(state)
 
+    began = time.monotonic()
     async with _engine(found.model, found.events) as engine:
+        found.cold_s = time.monotonic() - began
         assert engine._fleet._spawner.nursery is not None and since("restored") == 0
         found.reference = await complete(engine, requests(COUNT))
         await engine.wait_standby(WAIT_S)
@@ -193,6 +197,8 @@ def test_engine_from_an_image(built: Built) -> None:
             await engine.wait_standby(WAIT_S)
             ends = [event.data["state"] for event in events if event.kind == ev.WORKER_STATE]
             assert "killed by SIGKILL" in ends and "killed by SIGSEGV" in ends
+            armed = [e.data["ready_s"] for e in events if e.kind == ev.ENGINE_IMAGE and e.data["state"] == "restored"]
+            assert len(armed) == 4 and min(armed[2:]) < 1.0, armed  # the shadows after the two promotions
 
             # weights are the owner's: new ones reach worker and shadow
             await engine.update_weights(random_weights(seed=9), 1)
@@ -232,6 +238,7 @@ def test_the_image_alone_stands_by(built: Built) -> None:
             await engine.wait_standby(WAIT_S)
             assert engine.shadow_pid is None
             assert len(_processes_of(_label(engine))) == 3  # owner, init, worker
+            took: list[float] = []
             for number, fault in (
                 (signal.SIGKILL, "worker.exit"),
                 (signal.SIGSTOP, "worker.hang"),
@@ -240,6 +247,9 @@ def test_the_image_alone_stands_by(built: Built) -> None:
                 await _fault(engine, built.reference, number)
                 recovery = _last(events, ev.RECOVERED)
                 assert recovery["how"] == "image" and recovery["fault"] == fault
+                took.append(recovery["total_s"])
+            # until every request has its next token, against a mere start
+            assert 20 * min(took) < built.cold_s, took
             assert engine._fleet._spawner.nursery is None
 
     asyncio.run(scenario())
