@@ -50,6 +50,8 @@ BUDGET_S = {True: 46.0, False: 720.0}  # quick: no round begins that would end l
 QUICK_KILLS = 2
 OVERHEAD = "_engine_overhead"
 
+_console = Console(highlight=False, soft_wrap=True)
+
 
 class Workloads(msgspec.Struct, frozen=True):
     models: dict[str, Model]
@@ -86,6 +88,8 @@ async def _bench(quick: bool) -> list[dict[str, Any]]:
             for cell in cells:
                 one = msgspec.structs.replace(cell, kills=min(cell.kills, QUICK_KILLS)) if quick else cell
                 results.append(await measure(one, stage, deadline))
+                took_s = results[-1]["subject"]["median_s"]
+                _console.print(f"{results[-1]['workload']}: recovered in {took_s * 1e3:.1f} ms (median)")
     return results
 
 
