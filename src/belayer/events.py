@@ -66,7 +66,8 @@ CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, ex
 # emitted before the blow falls, so that it precedes the detection
 FAULT_INJECTED = "fault.injected"  # fault (worker.sigkill, worker.sigstop, sandbox.kill, sandbox.damage), target
 FAULT_DETECTED = "fault.detected"  # fault ("checkpoint": one was refused or did not restore), how, detect_s where known
-# what ("worker" | "sandbox"), how (promotion, cold start, image, restore, …), fault where known, phases {name: s}, total_s
+# what ("worker" | "sandbox"), how (promotion, cold start, image, restore, …), fault where known,
+# phases {name: s}, total_s
 RECOVERED = "recovered"
 
 # -- engine ---------------------------------------------------------------------------------------
