@@ -1,4 +1,4 @@
-"""A worker that loses a child ends, whatever its main thread is doing; one whose children end by themselves does not."""
+"""A worker that loses a child ends, whatever its main thread does; one whose children end by themselves does not."""
 
 from __future__ import annotations
 
