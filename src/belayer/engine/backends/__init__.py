@@ -26,7 +26,7 @@ class Sealing(Protocol):
         """Size of the seal table."""
         ...
 
-    def open(self, table: memoryview, layout_hash: str, epoch: int) -> int:
+    def open(self, table: memoryview, layout_hash: str, epoch: int, /) -> int:
         """Use `table` and the arena that lies under `Backend.arena` now, both as the last worker left them.
 
         From here on `Backend.submit` adopts blocks whose seals are of weights epoch `epoch` and verify, and nothing
