@@ -4,10 +4,9 @@ Attention sees to it by itself (`attention`). Everything else in a decoder works
 row gets depends on the number of rows because libraries arrange work by it. On the CPU (torch 2.13, MKL 2024.2,
 float32, checked with 1 to 24 threads):
 
-- MKL's products are the same for a row from four rows on, with `MKL_CBWR`, which the worker's environment sets.
-- If a product has few columns, MKL shares them among threads while there are fewer rows than columns, and a share of
-  less than some ten columns gets another kernel. Then there are made at least as many rows as columns, and four for
-  every thread. (Keys and values of few heads: 18 of 20 resumed requests differed with three threads.)
+- MKL's products are the same for a row once there are enough of them (`belayer.engine.backends.rows`), with `MKL_CBWR`,
+  which the worker's environment sets. (Keys and values of few heads: 18 of 20 resumed requests differed with three
+  threads.)
 - Activation functions are computed 16 elements at a time, and what is left over at the end of each thread's share
   one by one, with another exponential. They get pieces that one thread computes and that leave nothing over. (8 of 24
   resumed requests differed with three threads, none with one or two.)
@@ -26,15 +25,15 @@ import torch
 from torch.nn.functional import linear, pad
 from transformers.activations import ACT2CLS
 
-CPU_ROWS = 4
+from belayer.engine.backends.rows import FEWEST, rows_needed
+
 GPU_ROWS = 64
-COLUMNS_PER_THREAD = 16  # fewer are few
 PIECE = 1 << 14  # elements; PyTorch divides work among threads from twice as many on
 
 
 def rows_for(device: torch.device) -> int:
     """Steps are padded to a multiple of so many tokens."""
-    return GPU_ROWS if device.type == "cuda" else CPU_ROWS
+    return GPU_ROWS if device.type == "cuda" else FEWEST
 
 
 def linear_for_any_batch(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -42,7 +41,7 @@ def linear_for_any_batch(weight: torch.Tensor, bias: torch.Tensor | None, x: tor
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
     if not flat.is_cuda:
-        needed = _rows_needed(weight.shape[0])
+        needed = rows_needed(weight.shape[0])
         if rows >= needed:
             return linear(x, weight, bias)
         padded = flat.new_zeros(needed, flat.shape[1])
@@ -55,12 +54,6 @@ def linear_for_any_batch(weight: torch.Tensor, bias: torch.Tensor | None, x: tor
             tile = torch.cat([tile, tile.new_zeros(GPU_ROWS - tile.shape[0], tile.shape[1])])
         out[start : start + GPU_ROWS] = linear(tile, weight, bias)
     return out[:rows].view(*x.shape[:-1], -1)
-
-
-def _rows_needed(columns: int) -> int:
-    """The rows that a product on the CPU must have at least."""
-    threads = torch.get_num_threads()
-    return max(columns, CPU_ROWS * threads) if columns <= COLUMNS_PER_THREAD * threads else CPU_ROWS
 
 
 def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ that differ in the last bits, and once in a while another token. Three things de
 has one setting that ends it at no measurable cost (float32, vLLM 0.32, MKL 2024.2; 24 requests of up to 1,280 tokens,
 chunked, preempted, cached, resumed: 0 of 2,880 logprobs differ, against 1,178 with the matrix products alone fixed):
 
-- MKL picks kernels by shape: `MKL_CBWR` holds it to one order of summation, from four rows on; fewer are padded.
+- MKL picks kernels by shape: `MKL_CBWR` holds it to one order of summation, from a few rows on; fewer are padded.
 - Attention splits long prefixes over threads: `VLLM_CPU_ATTN_SPLIT_KV=0`. (Both are set in the worker's environment.)
 - Attention cuts the keys into tiles by what fits the cache beside the step's queries: `use_one_attention_tile`.
 """
@@ -17,9 +17,9 @@ import ctypes
 import torch
 import vllm._custom_ops  # noqa: F401  (loads the kernel library that fits this processor)
 
+from belayer.engine.backends.rows import rows_needed
 from belayer.errors import EngineError
 
-SMALLEST_BATCH = 4
 _TILE_BUDGET = "_ZZN9cpu_utils21get_available_l2_sizeEvE4size"
 _TILE_BUDGET_SET = "_ZGVZN9cpu_utils21get_available_l2_sizeEvE4size"
 
@@ -27,9 +27,10 @@ _TILE_BUDGET_SET = "_ZGVZN9cpu_utils21get_available_l2_sizeEvE4size"
 def linear_for_any_batch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` whose rows do not depend on their number. `x` is [rows, features]."""
     rows = x.shape[0]
-    if rows >= SMALLEST_BATCH:
+    needed = rows_needed(weight.shape[0])
+    if rows >= needed:
         return torch.nn.functional.linear(x, weight, bias)
-    padded = x.new_zeros((SMALLEST_BATCH, *x.shape[1:]))
+    padded = x.new_zeros((needed, *x.shape[1:]))
     padded[:rows] = x
     return torch.nn.functional.linear(padded, weight, bias)[:rows]
 
