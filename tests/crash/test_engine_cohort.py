@@ -21,8 +21,12 @@ cohort.watch()
 ended = subprocess.Popen(["true"])  # nobody has waited for it, and it must not hide the other
 rank = subprocess.Popen(["sleep", "60"])
 print(rank.pid, flush=True)
-# native code that never comes back to Python, as a collective operation that waits for the dead rank
-ctypes.CDLL(None).sleep(60) if sys.argv[1] == "native" else exec("while True: pass")
+def native():
+    """Code that never comes back to Python, as a collective operation that waits for the dead rank."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # nobody will give it back
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+native() if sys.argv[1] == "native" else exec("while True: pass")
 """
 
 
