@@ -22,7 +22,7 @@ ended = subprocess.Popen(["true"])  # nobody has waited for it, and it must not 
 rank = subprocess.Popen(["sleep", "60"])
 print(rank.pid, flush=True)
 def native():
-    """Code that never comes back to Python, as a collective operation that waits for the dead rank."""
+    # code that never comes back to Python, as a collective operation that waits for the dead rank
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):  # nobody will give it back
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
