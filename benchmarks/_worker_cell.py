@@ -50,7 +50,7 @@ class Stage(msgspec.Struct, frozen=True):
     config: EngineConfig
     subject: Protected
     image: Protected | str
-    bare: BareStandby
+    bare: BareStandby | str
     logs: Path
 
 
@@ -58,7 +58,8 @@ class _Samples:
     def __init__(self) -> None:
         self.subject: list[float] = []
         self.phases: list[dict[str, float]] = []
-        self.armed: list[float] = []
+        self.armed: list[float] = []  # from the recovery on: a promotion ends with its rebuild
+        self.armed_after_promotion: list[float] = []  # from the moment on at which the shadow became the worker
         self.prefixes: list[int] = []
         self.floor: list[float] = []
         self.how: Counter[str] = Counter()
@@ -105,9 +106,10 @@ async def _round(cell: Cell, stage: Stage, reference: Tape, samples: _Samples, n
         samples.checks.update(killed.compare(reference))
         this_round["image_standby"] = killed.recovery_s
     resumed = _resumed(cell, stage.model, tape)
-    bare = Tape(tape.tokens_at_kill, tape.logprobs_at_kill)
-    this_round["standby_without_retained_weights"] = await stage.bare.take_over(resumed, bare)
-    samples.checks.update(bare.compare(reference))
+    if not isinstance(stage.bare, str):
+        bare = Tape(tape.tokens_at_kill, tape.logprobs_at_kill)
+        this_round["standby_without_retained_weights"] = await stage.bare.take_over(resumed, bare)
+        samples.checks.update(bare.compare(reference))
     if number < cell.cold:
         cold = Tape(tape.tokens_at_kill, tape.logprobs_at_kill)
         logs = stage.logs / f"cold-{cell.requests}-{cell.prefix}-{number}"
@@ -129,7 +131,8 @@ async def _kill(cell: Cell, stage: Stage, target: Protected, samples: _Samples |
     if samples is not None:
         watch = target.watch
         samples.phases.append({"detect_s": watch.detected_at - tape.killed_at, **watch.phases})
-        samples.armed.append(watch.armed_at - watch.promoted_at)
+        samples.armed.append(watch.armed_at - watch.recovered_at)
+        samples.armed_after_promotion.append(watch.armed_at - watch.promoted_at)
         samples.prefixes.append(sum(len(ids) for ids in tape.tokens_at_kill.values()))
         samples.how[watch.how] += 1
     return tape
@@ -178,8 +181,9 @@ def _figures(cell: Cell, stage: Stage, samples: _Samples) -> dict[str, Any]:
     # of another dtype than float32 only this is promised: a continuation of the same prefix
     promised = samples.checks if exact else {n: c for n, c in samples.checks.items() if not n.endswith("_changed")}
     baselines: dict[str, Any] = {name: _series(values) for name, values in samples.baselines.items()}
-    if isinstance(stage.image, str):
-        baselines["image_standby"] = {"skipped": stage.image}
+    for name, process in (("image_standby", stage.image), ("standby_without_retained_weights", stage.bare)):
+        if isinstance(process, str):
+            baselines[name] = {"skipped": process}
     if not samples.baselines.get("cold_start"):
         baselines["cold_start"] = {"skipped": "measured in another cell"}
     floor = statistics.median(samples.floor)
@@ -202,6 +206,7 @@ def _figures(cell: Cell, stage: Stage, samples: _Samples) -> dict[str, Any]:
         "prefill_floor": _series(samples.floor),
         "against_floor": recovery / (floor + FLOOR_EXTRA_S),
         "next_shadow_armed": _series(samples.armed),
+        "next_shadow_armed_after_promotion": _series(samples.armed_after_promotion),
         "claims": _claims(cell, samples, floor),
         "changed": {name: count for name, count in samples.checks.items() if name.endswith("_changed")},
         "checks": dict(promised),
@@ -236,7 +241,7 @@ def _claims(cell: Cell, samples: _Samples, floor: float) -> list[dict[str, Any]]
             case "detect_s":
                 hold("seconds until the exit is detected", detect, limit, at_least=False)
             case "next_shadow_armed_s":
-                hold("seconds from the promotion until the next shadow is armed", armed, limit, at_least=False)
+                hold("seconds from the recovery until the next shadow is armed", armed, limit, at_least=False)
             case "floor":
                 value = recovery / (floor + FLOOR_EXTRA_S)
                 hold(f"recovery / (prefill floor + {FLOOR_EXTRA_S * 1e3:g} ms)", value, limit, at_least=False)

@@ -96,8 +96,8 @@ def bench(
 ) -> int:
     """Measure recovery against its baselines, or strike with random faults, in one command.
 
-    NAME is `worker`, `env` or `faults`. Exits non-zero when a correctness check inside fails; the figures themselves
-    never fail it.
+    NAME is `worker`, `env`, `overhead` or `faults`. Exits non-zero when a correctness check inside fails; the figures
+    themselves never fail it.
 
     Example: `belayer bench faults --engine --quick`
     """
