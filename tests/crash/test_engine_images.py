@@ -340,8 +340,9 @@ asyncio.run(main())
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("moment", ["standing by", "restoring"])
-def test_nothing_outlives_the_driver(built: Built, moment: str) -> None:
+@pytest.mark.parametrize("restoring_s", [None, 0.0, 0.01, 0.02, 0.04, 0.08])
+def test_nothing_outlives_the_driver(built: Built, restoring_s: float | None) -> None:
+    """Killed while all stands by (None), or so long after CRIU began to restore."""
     root = Path(__file__).parents[2]  # where `-c` finds these tests
     shared = Path("/dev/shm")
     before = set(shared.iterdir())
@@ -351,7 +352,7 @@ def test_nothing_outlives_the_driver(built: Built, moment: str) -> None:
         try:
             assert driver.stdout is not None
             name = driver.stdout.readline().strip()
-            if moment == "standing by":
+            if restoring_s is None:
                 pids = [int(word) for word in driver.stdout.readline().split()]
                 assert driver.stdout.readline() == "from the image\n"
                 assert len(pids) == 3 and set(pids) <= set(_processes_of(name))
@@ -360,6 +361,7 @@ def test_nothing_outlives_the_driver(built: Built, moment: str) -> None:
                 while not _restoring(name):
                     assert time.monotonic() < deadline and driver.poll() is None
                     time.sleep(0.001)
+                time.sleep(restoring_s)
         finally:
             driver.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 2.0

@@ -5,6 +5,9 @@
 Outside it makes the namespace and waits for its end; inside it starts COMMAND as process 2, reaps what is left to it,
 and ends as COMMAND does. Process 1 of a namespace ignores signals that would end any other process, so COMMAND is not
 process 1 itself. A signal becomes exit status 128 + signal. When process 1 ends, the kernel ends the whole namespace.
+
+A restored process 1 has no parent to die with until it is told so by SIGUSR1: one that died while CRIU holds the others
+as their tracer would wait for CRIU to let go of them, and CRIU for it to end, for ever.
 """
 
 import ctypes
@@ -18,7 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """Asked of the kernel; CRIU restores the request with the process, for whoever is its parent then."""
+    """Asked of the kernel, for whoever is its parent then."""
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         sys.exit("prctl(PR_SET_PDEATHSIG) failed")
 
@@ -35,9 +38,11 @@ def main(parent: int, command: list[str]) -> None:
         _pid, status = os.waitpid(init, 0)
         os._exit(max(0, os.waitstatus_to_exitcode(status)))
     os.setsid()
+    signal.signal(signal.SIGUSR1, lambda *_: die_with_parent())
     die_with_parent()
     worker = os.fork()
     if not worker:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         os.setsid()  # its own process group: the cohort that is fenced together
         die_with_parent()
         os.execv(command[0], command)

@@ -24,11 +24,11 @@ import msgspec
 
 from belayer.engine._wire import Activate, Activated, FromWorker, Ready, Refusal, Spec, Submit, Tokens, receive_with_fds
 from belayer.engine._wire import send_with_fds as send
-from belayer.engine.images import _criu, canary, thin
+from belayer.engine.images import _criu, _pdeath, canary, thin
 from belayer.engine.images.key import Key, template_environment
 from belayer.engine.images.restore import NOBODY, Restorer, set_label
 from belayer.engine.images.store import Image, ImageRefused, ImageStore, Meta, check_files
-from belayer.engine.images.template import PLACEHOLDERS, WORKER, Built, Order
+from belayer.engine.images.template import INIT, PLACEHOLDERS, WORKER, Built, Order
 from belayer.engine.memory.host import die_with_parent
 from belayer.engine.owner.process import OwnerProcess
 from belayer.engine.workers.link import WorkerLink
@@ -147,6 +147,7 @@ class _Build:
                 os.close(pull)
                 outside.kill()  # what is left of the namespace dies with it
                 await asyncio.to_thread(outside.wait)
+        _pdeath.clear(folder, INIT)
         for name in (*PLACEHOLDERS, "dump.log", "stats-dump"):
             (folder / name).unlink(missing_ok=True)
         self._phases["dump_s"] = time.monotonic() - began

@@ -18,7 +18,7 @@ from belayer.config import EngineConfig
 from belayer.engine.images import _criu
 from belayer.versions import versions
 
-FORMAT = 1  # of the folder and of what the restored process expects to be told
+FORMAT = 2  # of the folder and of what the restored process expects to be told
 PACKAGE = Path(__file__).resolve().parents[2]
 _BAKED = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "VLLM_", "TORCH", "HF_HUB_", "MALLOC_")
 _BAKED += ("GLIBC_TUNABLES", "CUDA_", "BELAYER_FAILPOINTS")

@@ -2,9 +2,10 @@
 
 `Restorer.fork` has the shape of `NurseryLink.fork`, so a `WorkerLink` does not know where its process came from.
 
-What dies how: the restored init is this thread's child and has asked to be killed when the thread ends; everything
-else is in its pid namespace and ends with it. Until it has been woken, the worker waits on a pipe of ours and ends when
-that closes. CRIU itself carries the run's label while it works.
+What dies how: the restored init is this thread's child and, once it is told to, asks to be killed when the thread ends;
+everything else is in its pid namespace and ends with it. Until it has been woken, the worker waits on a pipe of ours
+and ends when that closes, and the init with it. CRIU itself carries the run's label while it works, and is not killed
+with us: half-way it would leave processes behind that wait for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from belayer.ownership import ENV_VAR, RunLabel
 RESTORE_TIMEOUT_S = 30.0
 NOBODY = "-" * 12
 """The label in an image; as long as every run's."""
+DIE_WITH_PARENT = signal.SIGUSR1
+"""What the init of an image takes as the request to do so; see `_init.py`."""
 _INIT_WAIT_MS = 200
 _restored: set[int] = set()  # inits of this process that are not reaped yet
 
@@ -56,6 +59,7 @@ class Restorer:
                 for pid in (init, worker):
                     set_label(pid, self._label.name)
                 child = Child(worker, os.pidfd_open(worker), log, lambda: _end(init))
+                os.kill(init, DIE_WITH_PARENT)
             except BaseException:
                 _kill(init)
                 raise

@@ -24,7 +24,7 @@ from belayer.engine.memory.host import Region
 from belayer.engine.weights.layout import Layout
 from belayer.errors import EngineError
 
-WORKER = 2  # its pid inside
+INIT, WORKER = 1, 2  # their pids inside
 GO = b"g"
 PLACEHOLDERS = ("channel", "progress", "log")
 BAKED = (
