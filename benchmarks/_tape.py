@@ -19,7 +19,6 @@ class Watch:
     def __init__(self) -> None:
         self.detected_at = 0.0
         self.promoted_at = 0.0
-        self.recovered_at = 0.0
         self.armed_at = 0.0
         self.phases: dict[str, float] = {}
         self.how = ""
@@ -36,7 +35,6 @@ class Watch:
         elif event.kind == ev.SHADOW_STATE and event.data["state"] == "ready":
             self.armed_at = now
         elif event.kind == ev.RECOVERED:
-            self.recovered_at = now
             self.phases, self.how = event.data["phases"], event.data["how"]
 
 

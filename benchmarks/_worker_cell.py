@@ -58,8 +58,7 @@ class _Samples:
     def __init__(self) -> None:
         self.subject: list[float] = []
         self.phases: list[dict[str, float]] = []
-        self.armed: list[float] = []  # from the recovery on: a promotion ends with its rebuild
-        self.armed_after_promotion: list[float] = []  # from the moment on at which the shadow became the worker
+        self.armed: list[float] = []  # from the moment on at which the shadow became the worker
         self.prefixes: list[int] = []
         self.floor: list[float] = []
         self.how: Counter[str] = Counter()
@@ -131,8 +130,7 @@ async def _kill(cell: Cell, stage: Stage, target: Protected, samples: _Samples |
     if samples is not None:
         watch = target.watch
         samples.phases.append({"detect_s": watch.detected_at - tape.killed_at, **watch.phases})
-        samples.armed.append(watch.armed_at - watch.recovered_at)
-        samples.armed_after_promotion.append(watch.armed_at - watch.promoted_at)
+        samples.armed.append(watch.armed_at - watch.promoted_at)
         samples.prefixes.append(sum(len(ids) for ids in tape.tokens_at_kill.values()))
         samples.how[watch.how] += 1
     return tape
@@ -206,7 +204,6 @@ def _figures(cell: Cell, stage: Stage, samples: _Samples) -> dict[str, Any]:
         "prefill_floor": _series(samples.floor),
         "against_floor": recovery / (floor + FLOOR_EXTRA_S),
         "next_shadow_armed": _series(samples.armed),
-        "next_shadow_armed_after_promotion": _series(samples.armed_after_promotion),
         "claims": _claims(cell, samples, floor),
         "changed": {name: count for name, count in samples.checks.items() if name.endswith("_changed")},
         "checks": dict(promised),
@@ -241,7 +238,7 @@ def _claims(cell: Cell, samples: _Samples, floor: float) -> list[dict[str, Any]]
             case "detect_s":
                 hold("seconds until the exit is detected", detect, limit, at_least=False)
             case "next_shadow_armed_s":
-                hold("seconds from the recovery until the next shadow is armed", armed, limit, at_least=False)
+                hold("seconds from the promotion until the next shadow is armed", armed, limit, at_least=False)
             case "floor":
                 value = recovery / (floor + FLOOR_EXTRA_S)
                 hold(f"recovery / (prefill floor + {FLOOR_EXTRA_S * 1e3:g} ms)", value, limit, at_least=False)

@@ -160,7 +160,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(
             f"{cell['workload']}: {cell['prefix']}; prefill floor {floor * 1e3:.1f} ms, recovery is "
             f"{cell['against_floor']:.2f} x (floor + {FLOOR_EXTRA_S * 1e3:g} ms); next shadow armed "
-            f"{armed:.2f} s after the recovery; changed: {cell['changed']}"
+            f"{armed:.2f} s after the promotion; changed: {cell['changed']}"
         )
         for claim in cell["claims"]:
             value = "not measured here" if claim["value"] is None else f"{claim['value']:.3g}"

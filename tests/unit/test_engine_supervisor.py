@@ -61,6 +61,39 @@ def test_promotion() -> None:
     assert supervisor.handle(sv.Rebuilt(2)) == [sv.Spawn(fill=False)]
 
 
+def test_a_long_rebuild_is_not_without_a_shadow() -> None:
+    supervisor, clock = started()
+    supervisor.handle(sv.Died(1, "SIGKILL"))
+    supervisor.handle(sv.Fenced(1))
+    well(supervisor)
+    assert supervisor.handle(sv.Activated(2)) == [sv.Route(2)]
+    assert supervisor.deadline == supervisor.limits.arm_s
+    assert supervisor.handle(sv.Tick()) == []  # a short one has the machine to itself
+    clock.now = supervisor.limits.arm_s
+    assert supervisor.handle(sv.Tick()) == [sv.Spawn(fill=False)]
+    assert supervisor.deadline is None and supervisor.handle(sv.Tick()) == []
+    supervisor.handle(sv.Started(3))
+    supervisor.handle(sv.Ready(3))
+    assert supervisor.handle(sv.Died(2, "again")) == [sv.Fence(2)]
+    assert supervisor.handle(sv.Fenced(2)) == [sv.CheckOwner()]
+    assert well(supervisor) == [sv.Activate(3)]
+    assert supervisor.handle(sv.Activated(3)) == [sv.Route(3)]
+    assert supervisor.handle(sv.Rebuilt(3)) == [sv.Spawn(fill=False)]  # before it was time
+
+
+def test_a_shadow_that_dies_during_a_rebuild_is_replaced_when_it_is_time() -> None:
+    supervisor, clock = started()
+    supervisor.handle(sv.Died(1, "SIGKILL"))
+    supervisor.handle(sv.Fenced(1))
+    well(supervisor)
+    supervisor.handle(sv.Activated(2))
+    clock.now = 1.0
+    assert supervisor.handle(sv.Tick()) == [sv.Spawn(fill=False)]
+    supervisor.handle(sv.Started(3))
+    assert supervisor.handle(sv.Died(3, "too soon")) == [sv.Fence(3), sv.Spawn(fill=False)]
+    assert supervisor.state is State.REBUILDING and supervisor.serving == 2
+
+
 def test_nobody_is_let_in_before_every_fence_is_done() -> None:
     supervisor, _ = started()
     assert supervisor.handle(sv.Died(2, "shadow")) == [sv.Fence(2), sv.Spawn(fill=False)]

@@ -85,6 +85,9 @@ class Limits:
     promote_s: float = 10.0
     attempts: int = 3
     standby: bool = True
+    arm_s: float = 0.15
+    """How long a rebuild has the machine to itself before the next shadow is started beside it. A short one is over by
+    then and is not slowed down; a long one must not be without a shadow for so long."""
 
 
 @dataclass
@@ -106,13 +109,15 @@ class Supervisor:
     _standby_failures: int = 0
     _first_reason: str = ""
     _deadline: float | None = None
+    _arm_at: float | None = None  # while rebuilding, until it is time to arm
     _fencing: set[int] = field(default_factory=set)
 
     @property
     def deadline(self) -> float | None:
         """When a `Tick` is due at the latest."""
         starting = self._standby.start_by if self._standby and not self._standby.ready else None
-        return min((d for d in (self._deadline, starting) if d is not None), default=None)
+        arming = self._arm_at if self.state is State.REBUILDING else None
+        return min((d for d in (self._deadline, starting, arming) if d is not None), default=None)
 
     @property
     def standby(self) -> int | None:
@@ -318,6 +323,7 @@ class Supervisor:
         self._filled = True
         self.state = State.REBUILDING
         self._deadline = None  # from here on the hang detector watches it
+        self._arm_at = self.clock() + self.limits.arm_s
         return [Route(generation)]
 
     def _on_rebuilt(self, generation: int) -> list[Action]:
@@ -331,7 +337,9 @@ class Supervisor:
     def _arm(self) -> list[Action]:
         """Start a shadow where one is wanted and none is there; not for ever, if it keeps failing."""
         wanted = self.limits.standby and self._standby is None and not self._spawning and not self._replacing
-        if not wanted or self.state is not State.SERVING or self._standby_failures >= self.limits.attempts:
+        long_rebuild = self.state is State.REBUILDING and self._arm_at is None
+        served = self.state is State.SERVING or long_rebuild
+        if not wanted or not served or self._standby_failures >= self.limits.attempts:
             return []
         return self._spawn(fill=False)
 
@@ -345,6 +353,9 @@ class Supervisor:
         if self._standby and not self._standby.ready and now >= self._standby.start_by:
             generation = self._standby.generation
             actions += self._on_fault(generation, f"standby {generation} not ready within {self.limits.start_s:g} s")
+        if self.state is State.REBUILDING and self._arm_at is not None and now >= self._arm_at:
+            self._arm_at = None
+            actions += self._arm()
         if self._deadline is None or now < self._deadline:
             return actions
         starting = self.state in (State.STARTING, State.COLD_START)
