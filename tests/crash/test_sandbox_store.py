@@ -92,6 +92,7 @@ def test_a_full_store_costs_only_the_checkpoint(tmp_path):
 
     asyncio.run(body())
     assert point is None or not os.path.ismount(point)
+    assert point is None or not point.parent.exists(), "the folder of the store's locks is left"
 
 
 def test_the_probe_leaves_nothing_and_disturbs_nobody(tmp_path):

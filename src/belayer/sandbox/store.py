@@ -6,8 +6,9 @@
 
 Where the configured folder is on btrfs, the tree is in that folder. Otherwise it is in a sparse file there, mounted
 below /run/belayer while at least one process uses it. Users hold a shared lock (`users.lock`); mounting and unmounting
-happen under `mount.lock`; the last user unmounts. Both locks die with their processes, so a mount without users is
-recognised and removed by `unmount_unused`.
+happen under `mount.lock`; the last user unmounts and removes the folder of both locks. Who waited for a lock in a
+folder that is gone meanwhile looks again. The locks die with their processes, so a mount without users is recognised
+and removed by `unmount_unused`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -91,10 +93,9 @@ class Store:
     def _open_file(cls, file: Path, size: int) -> Store:
         place = labels.RUNTIME_DIR / f"{MOUNT_PREFIX}{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
         point = place / "mnt"
-        point.mkdir(parents=True, exist_ok=True)
-        users = _open_lock(place / "users.lock")
+        users = -1
         try:
-            with _locked(place / "mount.lock"):
+            with _entered(place) as users:
                 fcntl.flock(users, fcntl.LOCK_SH)
                 if not _is_mounted(point):
                     if not file.exists():
@@ -102,13 +103,15 @@ class Store:
                     _loop.mount_file(file.resolve(), point)
                     _reserve_metadata(point)
         except OSError as error:
-            os.close(users)
+            if users >= 0:
+                os.close(users)
             raise SandboxUnavailable(
                 f"the sandbox store {file} cannot be mounted: {error}",
                 next_step="`belayer doctor` shows what is missing; a damaged store file may be deleted, it is re-made",
             ) from error
         except BaseException:
-            os.close(users)
+            if users >= 0:
+                os.close(users)
             raise
         store = cls(point, users, place / "mount.lock", point, file)
         # never on a file system of the host's own: it would be changed for good
@@ -152,24 +155,30 @@ class Store:
             os.close(self.users_fd)
             self.users_fd = -1
             return
-        with _locked(self.mount_lock):
-            _unmount_if_unused(self.users_fd, self.mount_point)
-            os.close(self.users_fd)
-            self.users_fd = -1
+        ours, self.users_fd = self.users_fd, -1
+        with _entered(self.mount_lock.parent) as users:
+            os.close(ours)
+            try:
+                _unmount_if_unused(users, self.mount_point)
+                _remove_if_unused(users, self.mount_lock.parent)
+            finally:
+                os.close(users)
 
 
 def unmount_unused() -> list[str]:
     """Unmount the store files that no living process uses. Returns the mount points that were unmounted."""
     removed = []
+    for gone in labels.RUNTIME_DIR.glob(f".dead-{MOUNT_PREFIX}*"):
+        shutil.rmtree(gone, ignore_errors=True)
     for place in sorted(labels.RUNTIME_DIR.glob(f"{MOUNT_PREFIX}*")):
         point = place / "mnt"
-        users = _open_lock(place / "users.lock")
-        try:
-            with _locked(place / "mount.lock"):
+        with _entered(place) as users:
+            try:
                 if _is_mounted(point) and _unmount_if_unused(users, point):
                     removed.append(str(point))
-        finally:
-            os.close(users)
+                _remove_if_unused(users, place)
+            finally:
+                os.close(users)
     return removed
 
 
@@ -203,6 +212,58 @@ def _unmount_if_unused(users: int, point: Path) -> bool:
             if error.errno != errno.EBUSY or time.monotonic() > deadline:
                 return False  # a foreign process sits in it; the mount is found again by unmount_unused
             time.sleep(0.02)
+
+
+@contextmanager
+def _entered(place: Path) -> Iterator[int]:
+    """A descriptor of `users.lock` in the folder `place`, made if need be; `mount.lock` is held meanwhile.
+
+    The caller closes the descriptor.
+    """
+    users, mount = _enter(place)
+    try:
+        yield users
+    finally:
+        os.close(mount)
+
+
+def _enter(place: Path, timeout_s: float = 30.0) -> tuple[int, int]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        opened: list[int] = []
+        with suppress(FileNotFoundError):  # removed between two of these calls
+            (place / "mnt").mkdir(parents=True, exist_ok=True)
+            opened += [_open_lock(place / "users.lock"), _open_lock(place / "mount.lock")]
+            locked = _lock(opened[1])
+            # who held the lock before may have removed the folder: then another one has the name, or none
+            if locked and _is_at(opened[0], place / "users.lock") and _is_at(opened[1], place / "mount.lock"):
+                return opened[0], opened[1]
+        for fd in opened:
+            os.close(fd)
+    raise SandboxUnavailable(f"{place / 'mount.lock'} has been locked by another process for {timeout_s:.0f} s")
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_unused(users: int, place: Path) -> None:
+    """Remove the locks' folder. The caller holds `mount.lock`; with `users.lock` taken alone, nobody needs them."""
+    if _is_mounted(place / "mnt"):
+        return
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    if not _is_at(users, place / "users.lock"):
+        return  # another folder has its name by now
+    gone = place.with_name(f".dead-{place.name}-{os.getpid()}")
+    with suppress(FileNotFoundError):
+        os.rename(place, gone)  # under its name it is there as a whole or not at all
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _make_file(file: Path, size: int) -> None:
@@ -246,24 +307,16 @@ def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-@contextmanager
-def _locked(path: Path, timeout_s: float = 30.0):
-    fd = _open_lock(path)
-    try:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise SandboxUnavailable(
-                        f"{path} has been locked by another process for {timeout_s:.0f} s"
-                    ) from None
-                time.sleep(0.01)
-        yield
-    finally:
-        os.close(fd)
+def _lock(fd: int, timeout_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
 
 
 def _is_mounted(point: Path) -> bool:
