@@ -18,7 +18,10 @@ from functools import cache
 from pathlib import Path
 
 ROOT = "belayer"
-_CONTROLLERS = ("memory", "pids")
+_CONTROLLERS = ("memory", "pids", "cpu", "devices")
+_CPU_PERIOD_US = 100_000
+# type major:minor; the same list is in native/devices.c, for v2
+_DEVICES = ("c 1:3", "c 1:5", "c 1:7", "c 1:8", "c 1:9", "c 5:0", "c 5:2", "c 136:*")
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,14 @@ class Hierarchies:
 
     @property
     def limits(self) -> set[str]:
-        """Which of memory and pids can be limited here."""
-        return set(self.v1) | set(self.delegable)
+        """Which of memory, pids, cpu and devices can be limited here."""
+        return set(self.v1) | set(self.delegable) | ({"devices"} if self.unified else set())
 
     def bases(self) -> list[Path]:
         """One folder per hierarchy that sandboxes join."""
-        found = [self.v1[name] for name in _CONTROLLERS if name in self.v1]
+        # v2 limits devices without a controller: v1's is joined only where there is no other
+        names = [name for name in _CONTROLLERS if name != "devices" or not self.unified]
+        found = [self.v1[name] for name in names if name in self.v1]
         if self.unified:
             found.append(self.unified)
         return [base / ROOT for base in dict.fromkeys(found)]
@@ -107,13 +112,18 @@ class SandboxCgroup:
                 ("memory.swap.max", 0),
                 ("pids.max", pids),
             ):
-                # absent: another hierarchy's file, or a kernel that does not count swap
-                with contextlib.suppress(FileNotFoundError, PermissionError):
-                    fd = os.open(folder / name, os.O_WRONLY)
-                    try:
-                        os.write(fd, str(value).encode())
-                    finally:
-                        os.close(fd)
+                _set(folder / name, str(value))
+            if _set(folder / "devices.deny", "a"):
+                for device in _DEVICES:
+                    _set(folder / "devices.allow", f"{device} rwm")
+
+    def limit_cpu(self, cpus: float) -> None:
+        """At most `cpus` processors' time. Not part of `make`: a restore would be slowed down with the sandbox."""
+        quota = max(1000, round(cpus * _CPU_PERIOD_US))
+        for folder in self.folders:
+            _set(folder / "cpu.cfs_period_us", str(_CPU_PERIOD_US))
+            _set(folder / "cpu.cfs_quota_us", str(quota))
+            _set(folder / "cpu.max", f"{quota} {_CPU_PERIOD_US}")
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed here for lack of memory."""
@@ -123,6 +133,29 @@ class SandboxCgroup:
                     for line in (folder / name).read_text().splitlines():
                         if line.startswith("oom_kill "):
                             return int(line.split()[1])
+        return 0
+
+    def hit_memory_limit(self) -> int:
+        """How often the sandbox's own limit (and not the host's memory) stood in the way of an allocation."""
+        return self._event((("memory.events.local", "max"), ("memory.events", "max"))) or self._number("memory.failcnt")
+
+    def refused_processes(self) -> int:
+        """How often the process limit has refused a new process."""
+        return self._event((("pids.events.local", "max"), ("pids.events", "max")))
+
+    def _event(self, places: tuple[tuple[str, str], ...]) -> int:
+        for folder in self.folders:
+            for name, key in places:
+                with contextlib.suppress(OSError, ValueError):
+                    for line in (folder / name).read_text().splitlines():
+                        if line.startswith(f"{key} "):
+                            return int(line.split()[1])
+        return 0
+
+    def _number(self, name: str) -> int:
+        for folder in self.folders:
+            with contextlib.suppress(OSError, ValueError):
+                return int((folder / name).read_text())
         return 0
 
     def memory_bytes(self) -> int:
@@ -148,6 +181,19 @@ class SandboxCgroup:
         """Remove the (empty) cgroups. Blocking."""
         for folder in self.folders:
             remove_folder(folder)
+
+
+def _set(file: Path, text: str) -> bool:
+    """Write a limit. False where the file is absent: another hierarchy's, or a kernel that does not count swap."""
+    try:
+        fd = os.open(file, os.O_WRONLY)
+    except (FileNotFoundError, PermissionError):
+        return False
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+    return True
 
 
 def kill_below(folders: list[Path], timeout_s: float = 5.0) -> bool:

@@ -16,7 +16,19 @@ from belayer.errors import SandboxUnavailable
 from belayer.ownership import cache_dir
 
 SOURCES = Path(__file__).parent / "native"
-FILES = ("main.c", "util.c", "seccomp.c", "launch.c", "keeper.c", "init.c", "jobs.c", "run.c", "shell.c")
+FILES = (
+    "main.c",
+    "util.c",
+    "seccomp.c",
+    "devices.c",
+    "launch.c",
+    "keeper.c",
+    "init.c",
+    "jobs.c",
+    "run.c",
+    "shell.c",
+    "tree.c",
+)
 FLAGS = ("-static", "-O2", "-std=gnu17", "-Wall", "-Wextra", "-s")
 
 

@@ -28,6 +28,11 @@ from belayer.sandbox._keeper import Keeper
 MINIMUM = (4, 2)
 KERNEL_FEATURES = Path("/dev/shm/criu.kdat")
 GHOST_LIMIT = 512 << 20  # deleted files that are still open are stored up to this size
+# files below /proc that native/launch.c covers with the host's /dev/null, as far as the kernel has them
+MASKED = tuple(
+    f"/proc/{name}"
+    for name in ("keys", "timer_list", "sched_debug", "latency_stats", "kpagecount", "kpageflags", "vmallocinfo")
+)
 _NETWORK_LOCK_SKIP = 3
 _DUMP, _NOTIFY = 1, 6
 
@@ -159,7 +164,8 @@ async def restore(
     # fd[10]: the fresh network namespace
     command += ["--", str(find_criu()), "restore", "-d", "-D", str(images), "-W", str(work), "-o", "restore.log", "-v1"]
     command += ["--root", str(root), "--pidfile", str(pid_file), "--manage-cgroups=ignore", "--network-lock", "skip"]
-    command += ["--external", f"mnt[agent]:{agent}", "--inherit-fd", "fd[10]:extnet"]
+    command += ["--external", f"mnt[agent]:{agent}", "--external", "mnt[mask]:/dev/null"]
+    command += ["--inherit-fd", "fd[10]:extnet"]
     command += ["--tcp-established", "--file-locks"]
     try:
         code, output = await keeper.run(command, fds=(netns_fd,), deadline_s=timeout_s)
@@ -172,7 +178,8 @@ async def restore(
 
 
 def _dump_request(pid: int, images: Path, netns: int) -> bytes:
-    external = (b"mnt[/run/agent]:agent", f"net[{netns}]:extnet".encode())
+    external = [b"mnt[/run/agent]:agent", f"net[{netns}]:extnet".encode()]
+    external += [f"mnt[{path}]:mask".encode() for path in MASKED]
     options = b"".join(
         [
             _varint(1, -1),  # images_dir_fd: not used, the path below is

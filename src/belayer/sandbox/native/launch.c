@@ -64,6 +64,7 @@ static void parse(int argc, char **argv, struct options *o) {
 static void join_cgroups(const struct options *o) {
     char path[4096];
     for (int i = 0; i < o->n_cgroups; i++) {
+        if (limit_devices(o->cgroups[i])) die("the devices of cgroup %s cannot be limited", o->cgroups[i]);
         snprintf(path, sizeof path, "%s/cgroup.procs", o->cgroups[i]);
         if (write_file(path, "0")) die("cannot join cgroup %s", o->cgroups[i]);
     }
@@ -93,6 +94,20 @@ static void drop_capabilities(void) {
     if (syscall(SYS_capset, &head, data)) die("capabilities cannot be dropped");
 }
 
+/* Files below /proc that tell of the host's memory, devices and keys, and that uid 0 may read without any capability. */
+static const char *const masked[] = {MASKED_PATHS};
+
+static void mask(int null) {
+    char source[64];
+    snprintf(source, sizeof source, "/proc/self/fd/%d", null);
+    for (unsigned i = 0; i < sizeof masked / sizeof *masked; i++) {
+        if (access(masked[i], F_OK)) continue; /* this kernel does not have it */
+        if (mount(source, masked[i], NULL, MS_BIND, NULL) ||
+            mount(NULL, masked[i], NULL, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL))
+            die("cannot mask %s", masked[i]);
+    }
+}
+
 static void ensure_dir(const char *path) {
     if (mkdir(path, 0755) && errno != EEXIST) die("cannot make %s in the image", path);
 }
@@ -102,6 +117,8 @@ static void become_init(const struct options *o) {
     setsid();
     int agent = open(o->agent, O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (agent < 0) die("cannot open %s", o->agent);
+    int host_null = open("/dev/null", O_PATH | O_CLOEXEC);
+    if (host_null < 0) die("the host has no /dev/null");
     if (chdir(o->root)) die("cannot enter %s", o->root);
     if (syscall(SYS_pivot_root, ".", ".")) die("cannot make %s the root", o->root);
     /* from here "/" is the new root, and the old one lies over it until it is detached below */
@@ -112,6 +129,7 @@ static void become_init(const struct options *o) {
     ensure_dir(AGENT_DIR);
     /* read-only: /proc/sys and /proc/sysrq-trigger obey uid 0 even without capabilities */
     if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, NULL)) die("no /proc");
+    mask(host_null);
     if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620"))
         die("no /dev/pts");
     char source[64];

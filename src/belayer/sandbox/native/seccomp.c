@@ -28,6 +28,7 @@
 #define NR_mseal 462
 #define NR_lsm_set_self_attr 460
 #define NR_open_tree_attr 467
+#define NR_newest 469 /* file_setattr, Linux 6.17; what comes later was not looked at */
 
 static const int absent[] = {
     425, 426, 427, /* io_uring_setup, _enter, _register */
@@ -40,6 +41,7 @@ static const int denied[] = {
     __NR_mount, __NR_umount2, __NR_pivot_root, __NR_chroot, __NR_unshare, __NR_setns, NR_open_tree_attr,
     428, 429, 430, 431, 432, 433, 442, /* open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr */
     __NR_ptrace, __NR_process_vm_readv, __NR_process_vm_writev, __NR_kcmp,
+    438, 440, /* pidfd_getfd would hand out the init's listening socket; process_madvise */
     __NR_keyctl, __NR_add_key, __NR_request_key,
     __NR_bpf, __NR_perf_event_open, __NR_fanotify_init, __NR_open_by_handle_at, __NR_name_to_handle_at,
     __NR_kexec_load, __NR_init_module, __NR_finit_module, __NR_delete_module, __NR_reboot,
@@ -78,6 +80,8 @@ int install_seccomp(void) {
     JUMP(BPF_JMP | BPF_JGE | BPF_K, 0x40000000, 0, 1); /* x32 */
     STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS);
 #endif
+    JUMP(BPF_JMP | BPF_JGT | BPF_K, NR_newest, 0, 1);
+    STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS);
     for (unsigned i = 0; i < COUNT(absent); i++) {
         JUMP(BPF_JMP | BPF_JEQ | BPF_K, absent[i], 0, 1);
         STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS);
