@@ -50,9 +50,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `action` is the number k of the last action that it contains, `generation` and `attempt` those of the sandbox when
     it was taken, `context_hash` that of the token ids up to observation k. `fs_identity` names the snapshot and its
-    exact state, `images` the process images, `netns` the inode of the network namespace they refer to. `parent` is the
-    checkpoint from which this generation of the sandbox was restored, None if it was created. `sequence` orders the
-    checkpoints of a run.
+    exact state, `images` the process images, `netns` the inode of the network namespace they refer to, `runtime` what
+    made them and alone can restore them. `parent` is the checkpoint from which this generation of the sandbox was
+    restored, None if it was created. `sequence` orders the checkpoints of a run.
     """
 
     format: int = FORMAT
@@ -76,6 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     image_bytes: int
     timings: Timings
+    runtime: str = "native"
 
 
 def write_manifest(path: Path, manifest: Manifest, *, durable: bool) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 from belayer.checkpoint.manifest import Manifest, ProcessState, Timings, read_manifest, write_manifest
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, CheckpointRefused, SandboxLost, StorageFull
-from belayer.sandbox import _btrfs, _data, criu
-from belayer.sandbox._keeper import Keeper
+from belayer.sandbox import _btrfs, _data
 from belayer.sandbox._place import safe_name
+from belayer.sandbox._runtime import HOSTNAME, Runtime
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.store import storage_errors
 
-HOSTNAME = "sandbox"  # the same for all: what an agent observes must not depend on which container it got
 KEEP = 2  # newest checkpoints kept of each sandbox
 SHM_RESERVE = 64 << 20  # bytes of memory-backed storage that are left to others
 _SLACK = 4 << 20  # bytes of images beside the memory itself
@@ -30,7 +29,7 @@ class Checkpoints:
     def __init__(
         self,
         data: _data.RunData,
-        keeper: Callable[[], Keeper],
+        runtime: Runtime,
         config: SandboxConfig,
         chore: Callable[..., None],
         *,
@@ -39,7 +38,7 @@ class Checkpoints:
         self.data = data
         self.keep = KEEP
         self.dumping = 0
-        self._keeper = keeper
+        self._runtime = runtime
         self._config = config
         self._chore = chore
         self._durable = durable
@@ -70,6 +69,11 @@ class Checkpoints:
         """Folder of the process images. Raises `CheckpointDamaged` unless both halves are as captured. Blocking."""
         folder = self.data.images(manifest.id)
         snapshot = self.data.snapshots / manifest.id
+        if manifest.runtime != self._runtime.name:
+            raise CheckpointDamaged(
+                f"checkpoint {manifest.id} was taken by runtime {manifest.runtime}, this is {self._runtime.name}",
+                next_step=f'set sandbox.runtime = "{manifest.runtime}"',
+            )
         if folder is None:
             raise CheckpointDamaged(f"the process images of checkpoint {manifest.id} are gone")
         if not snapshot.is_dir():
@@ -118,6 +122,7 @@ class Checkpoints:
                     sequence=sequence,
                     image_bytes=sum(file.size for file in files.values()),
                     timings=Timings(**times, total_s=time.perf_counter() - begun),
+                    runtime=self._runtime.name,
                 )
                 with storage_errors("no manifest could be written"):
                     path = self.data.manifest_path(checkpoint_id)
@@ -150,8 +155,8 @@ class Checkpoints:
                 await asyncio.to_thread(_btrfs.snapshot, sandbox.root, snapshot, read_only=True)
 
         try:
-            times = await criu.dump(
-                self._keeper(), init_pid=sandbox.init_pid, images=folder, netns=netns, while_frozen=while_frozen
+            times = await self._runtime.dump(
+                sandbox.place, init_pid=sandbox.init_pid, images=folder, netns=netns, while_frozen=while_frozen
             )
         except TimeoutError as error:
             # a dump that is cut off leaves its own code in the processes: they cannot be trusted any more

@@ -19,7 +19,7 @@ _LOOP_CTL_GET_FREE = 0x4C82
 _LOOP_CONFIGURE = 0x4C0A
 _AUTOCLEAR, _DIRECT_IO = 4, 16
 _CONFIG = struct.Struct("<II5Q4I64s64s32s2Q64x")  # loop_config, with loop_info64 inside
-MS_NOSUID, MS_NODEV, MS_NOATIME = 2, 4, 1024
+MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_NOATIME = 2, 4, 32, 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -38,20 +38,31 @@ def unmount(target: Path) -> None:
         raise OSError(number, os.strerror(number), str(target))
 
 
-def mount_file(file: Path, target: Path) -> None:
+def mount_file(file: Path, target: Path, *, barriers: bool = True) -> None:
     """Mount the btrfs file system in `file` at `target`.
 
     A device that already backs the file is used again: two devices with one file system on them would damage it.
+    Without `barriers` the disk is not told to empty its cache at every commit: a snapshot takes 2 ms instead of 12.
+    Killed processes, and a crash of the kernel, still lose nothing; a power failure may damage the file system.
     """
     fd = -1
     device = _device_of(file)
     try:
         if device is None:
             device, fd = _attach(file)
-        mount(str(device), target, "btrfs", MS_NOATIME, "discard=async")
+        mount(str(device), target, "btrfs", MS_NOATIME, f"discard=async,{_barrier(barriers)}")
     finally:
         if fd >= 0:
             os.close(fd)  # AUTOCLEAR: a device that was not mounted goes now
+
+
+def use_barriers(target: Path) -> None:
+    """Have a mounted file system outlive a power failure from now on. Raises `OSError`."""
+    mount("none", target, "btrfs", MS_REMOUNT | MS_NOATIME, f"discard=async,{_barrier(True)}")
+
+
+def _barrier(wanted: bool) -> str:
+    return "barrier" if wanted else "nobarrier"
 
 
 def _device_of(file: Path) -> Path | None:

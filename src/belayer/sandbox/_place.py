@@ -67,6 +67,7 @@ class Place:
     """One generation's folders. `root` and `agent` are in the store: who fills them fills only the store."""
 
     def __init__(self, roots: Path, key: str, label: RunLabel, generation: int) -> None:
+        self.key = key
         self.root = roots / key
         self.agent = roots / AGENTS / key
         self.work = label.dir / key

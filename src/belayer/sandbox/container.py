@@ -261,6 +261,11 @@ class Sandbox:
         """Kill the container and remove everything of it; its checkpoints stay."""
         await self._manager.retire(self)
 
+    @property
+    def place(self) -> Place:
+        """Where it lives on the host."""
+        return self._place
+
     def processes(self) -> list[int]:
         """Host pids of everything that runs in this container."""
         return self._place.cgroup.pids()

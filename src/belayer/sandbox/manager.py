@@ -22,17 +22,17 @@ from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, Sandb
 from belayer.events import Event, EventSink, ignore
 from belayer.ownership import RunLabel
 from belayer.sandbox import _btrfs, _cgroup, _data, _health, criu, images
-from belayer.sandbox._checkpoints import HOSTNAME, Checkpoints
+from belayer.sandbox._checkpoints import Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
 from belayer.sandbox._netns import Spares
 from belayer.sandbox._place import Place, Places
+from belayer.sandbox._runtime import NativeRuntime, Runtime
 from belayer.sandbox._session import Session
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.images import Image
 from belayer.sandbox.store import Store
 
-CREATE_TIMEOUT_S = 20.0
 FREE_SPACE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 5.0  # first answer of a new or restored init
 
@@ -62,7 +62,8 @@ class Sandboxes:
         self._locks: dict[str, asyncio.Lock] = {}
         self._networks = Spares()
         self._keeper = self._start_keeper()
-        self.checkpoints = Checkpoints(data, lambda: self._keeper, config, self._chore, durable=durable)
+        self._runtime: Runtime = NativeRuntime(lambda: self._keeper)
+        self.checkpoints = Checkpoints(data, self._runtime, config, self._chore, durable=durable)
         for name in self.checkpoints.names():
             self._generations[name] = max(manifest.generation for manifest in self.checkpoints.of(name))
 
@@ -88,7 +89,7 @@ class Sandboxes:
         await asyncio.to_thread(criu.find_criu)
         if not _cgroup.hierarchies().bases():
             raise SandboxUnavailable("no cgroup hierarchy is mounted", next_step="mount cgroup2 at /sys/fs/cgroup")
-        store = await asyncio.to_thread(Store.open, config.store, config.store_bytes)
+        store = await asyncio.to_thread(Store.open, config.store, config.store_bytes, durable=durable)
         data: _data.RunData | None = None
         try:
             images.find(store, config.image)
@@ -113,17 +114,8 @@ class Sandboxes:
         found = images.find(self.store, image or self.config.image)
         async with self._lock(name), self._new_place(name, found.path) as (place, netns_fd):
             await self._retire_name(name)
-            command = [str(self._keeper.program), "create", "--root", str(place.root), "--agent", str(place.agent)]
-            command += ["--hostname", HOSTNAME]
-            for folder in place.cgroup.folders:
-                command += ["--cgroup", str(folder)]
-            try:
-                code, output = await self._keeper.run(command, fds=(netns_fd,), deadline_s=CREATE_TIMEOUT_S)
-            except TimeoutError:
-                raise SandboxUnavailable(f"container {name} did not start in {CREATE_TIMEOUT_S:.0f} s") from None
-            if code:
-                raise SandboxUnavailable(f"container {name} cannot be started: {output or f'exit {code}'}")
-            return await self._activate(name, place, int(output), found)
+            pid = await self._runtime.create(place, netns_fd)
+            return await self._activate(name, place, pid, found)
 
     async def restore(self, name: str, checkpoint_id: str) -> Sandbox:
         """The checkpointed container, under `name`, as the next generation; what runs under `name` is killed first.
@@ -164,15 +156,7 @@ class Sandboxes:
                     clock.lap("verify_s")
                     await self._retire_name(name)
                     clock.lap("kill_s")
-                    pid = await criu.restore(
-                        self._keeper,
-                        images=folder,
-                        root=place.root,
-                        netns_fd=netns_fd,
-                        agent=place.agent,
-                        cgroups=place.cgroup.folders,
-                        work=place.work,
-                    )
+                    pid = await self._runtime.restore(place, images=folder, netns_fd=netns_fd)
                     clock.lap("criu_s")
                     image = Image(manifest.image, manifest.image_digest, self.store.images / manifest.image)
                     sandbox = await self._activate(name, place, pid, image, manifest)
@@ -240,6 +224,7 @@ class Sandboxes:
         # nobody else uses it, so it goes when nothing of ours is in the store any more
         for step in (
             self._networks.close,
+            self._runtime.close,
             lambda: asyncio.to_thread(self._places.remove),
             lambda: asyncio.to_thread(self.checkpoints.data.close),
             self._keeper.close,
@@ -261,7 +246,7 @@ class Sandboxes:
             return
         place = sandbox.end()
         await asyncio.shield(asyncio.to_thread(place.cgroup.kill))
-        self._chore(place.remove)
+        self._chore(self._remove, place)
 
     # -- inside --------------------------------------------------------------------------------------------------------
     @asynccontextmanager
@@ -294,7 +279,12 @@ class Sandboxes:
     async def _abandon(self, made: asyncio.Task[Place]) -> None:
         place = (await asyncio.gather(made, return_exceptions=True))[0]
         if isinstance(place, Place):
-            await asyncio.to_thread(place.remove)
+            await asyncio.to_thread(self._remove, place)
+
+    def _remove(self, place: Place) -> None:
+        place.cgroup.kill()
+        self._runtime.remove(place)
+        place.remove()
 
     async def _activate(
         self, name: str, place: Place, pid: int, image: Image, manifest: Manifest | None = None

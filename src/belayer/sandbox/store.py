@@ -68,9 +68,10 @@ class Store:
         self.mount_point = mount_point
 
     @classmethod
-    def open(cls, folder: Path | None = None, size: int = 16 << 30) -> Store:
+    def open(cls, folder: Path | None = None, size: int = 16 << 30, *, durable: bool = True) -> Store:
         """Open (and first make) the store in `folder`, default `<cache>/store`; `size` bytes where a file is made.
 
+        A store file that nobody opened as `durable` may be damaged by a power failure while it is in use.
         Raises `SandboxUnavailable` with the reason when this host cannot have one.
         """
         folder = (folder or cache_dir() / "store").absolute()
@@ -80,7 +81,7 @@ class Store:
             fcntl.flock(users, fcntl.LOCK_SH)
             store = cls(folder, users)
         else:
-            store = cls._open_file(folder / "store.btrfs", size)
+            store = cls._open_file(folder / "store.btrfs", size, durable)
         try:
             for name in ("images", "runs", "runs-data"):
                 (store.root / name).mkdir(exist_ok=True)
@@ -90,7 +91,7 @@ class Store:
         return store
 
     @classmethod
-    def _open_file(cls, file: Path, size: int) -> Store:
+    def _open_file(cls, file: Path, size: int, durable: bool) -> Store:
         place = labels.RUNTIME_DIR / f"{MOUNT_PREFIX}{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
         point = place / "mnt"
         users = -1
@@ -100,8 +101,10 @@ class Store:
                 if not _is_mounted(point):
                     if not file.exists():
                         _make_file(file, size)
-                    _loop.mount_file(file.resolve(), point)
+                    _loop.mount_file(file.resolve(), point, barriers=durable)
                     _reserve_metadata(point)
+                elif durable:
+                    _loop.use_barriers(point)
         except OSError as error:
             if users >= 0:
                 os.close(users)
@@ -159,7 +162,8 @@ class Store:
         with _entered(self.mount_lock.parent) as users:
             os.close(ours)
             try:
-                _unmount_if_unused(users, self.mount_point)
+                if _unmount_if_unused(users, self.mount_point) and self.file is not None:
+                    _flush(self.file)
                 _remove_if_unused(users, self.mount_lock.parent)
             finally:
                 os.close(users)
@@ -322,6 +326,15 @@ def _lock(fd: int, timeout_s: float = 30.0) -> bool:
 def _is_mounted(point: Path) -> bool:
     with open("/proc/self/mountinfo") as table:
         return any(line.split(" ")[4].encode().decode("unicode_escape") == str(point) for line in table)
+
+
+def _flush(file: Path) -> None:
+    """Have the disk write what it still holds of a store file that was used without barriers."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _free(path: Path) -> int:
