@@ -153,7 +153,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
             # a manifest that does not parse, one of another format, and none
             path = tmp_path / "checkpoints" / f"{newer.id}.json"
             text = path.read_text()
-            for damage in (text[: len(text) // 2], text.replace('"format": 1', '"format": 99'), ""):
+            for damage in (text[: len(text) // 2], text.replace('"format": 2', '"format": 99'), ""):
                 path.write_text(damage)
                 with pytest.raises(CheckpointDamaged):
                     await manager.restore("d", newer.id)

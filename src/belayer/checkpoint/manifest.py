@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what was captured, of which sandbox, at which point of the rollout.
 
 A checkpoint exists when its manifest does. It is written last and appears atomically under its name, so a reader sees a
-whole checkpoint or none.
+whole checkpoint or none. The file is JSON; its last member is the CRC-32C of all bytes before that member.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import os
 from pathlib import Path
 from typing import Literal
 
+import google_crc32c
 import msgspec
 
+from belayer.checkpoint.host import Host
 from belayer.errors import CheckpointDamaged
+from belayer.faults import failpoints
 
-FORMAT = 1
+FORMAT = 2
+Durability = Literal["process", "host"]
 Level = Literal["full", "fs+shell", "fs"]
+_CHECKSUM = b',\n "crc32c": "'
 
 
 class ImageFile(msgspec.Struct, frozen=True):
@@ -76,36 +81,60 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     image_bytes: int
     timings: Timings
+    durability: Durability = "process"
+    host: Host | None = None
     runtime: str = "native"
 
 
 def write_manifest(path: Path, manifest: Manifest, *, durable: bool) -> None:
-    """Publish `manifest` at `path` atomically; `durable` also survives a reboot (fsync of file and folder)."""
-    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    """Publish `manifest` at `path` atomically; `durable`: the file survives a reboot (fsync of file and folder)."""
     fresh = path.with_suffix(".tmp")
     with open(fresh, "wb") as file:
-        file.write(data)
+        file.write(encode_manifest(manifest))
         if durable:
             file.flush()
             os.fsync(file.fileno())
+    failpoints.hit("checkpoint.publish.written")
     os.replace(fresh, path)
+    failpoints.hit("checkpoint.publish.renamed")
     if durable:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest. Raises `CheckpointDamaged` when it is missing, unreadable or of another format."""
+    """Read a manifest. Raises `CheckpointDamaged` when it is missing, damaged or of another format."""
     try:
-        data = path.read_bytes()
-        found = msgspec.json.decode(data, type=dict).get("format")
-        if found != FORMAT:
-            raise CheckpointDamaged(f"checkpoint {path.stem} has format {found}; this version reads {FORMAT}")
-        return msgspec.json.decode(data, type=Manifest)
+        return decode_manifest(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise CheckpointDamaged(f"there is no checkpoint {path.stem}") from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except OSError as error:
         raise CheckpointDamaged(f"the manifest {path} cannot be read: {error}") from error
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The content of a manifest's file."""
+    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1).removesuffix(b"\n}")
+    return body + _CHECKSUM + f'{google_crc32c.value(body):08x}"\n}}\n'.encode()
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """What `encode_manifest` wrote; `where` names the place in errors. Raises `CheckpointDamaged`."""
+    try:
+        fields = msgspec.json.decode(data, type=dict)
+        found = fields.get("format")
+        if found != FORMAT:
+            raise CheckpointDamaged(f"the checkpoint {where} has format {found}; this version reads {FORMAT}")
+        if fields.get("crc32c") != f"{google_crc32c.value(data.rpartition(_CHECKSUM)[0]):08x}":
+            raise CheckpointDamaged(f"the manifest {where} is not what was written: its checksum differs")
+        return msgspec.convert(fields, Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointDamaged(f"the manifest {where} is damaged: {error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -31,6 +31,22 @@ NAMES = {
     "engine.update.after_commit": "driver: the owner has committed, no worker knows yet",
     "engine.update.between_switches": "driver: the worker has switched (or was told to), the shadow has not",
     "engine.update.switched": "driver: worker and shadow use the new epoch, the caller has not been told",
+    "checkpoint.publish.captured": "driver: images in memory and snapshot are complete, there is no manifest",
+    "checkpoint.publish.written": "driver: a manifest is written under its temporary name (also one that is replaced)",
+    "checkpoint.publish.renamed": "driver: it has its name, the folder is not synchronised",
+    "checkpoint.write.begin": "driver, background: nothing of the images is on disk",
+    "checkpoint.write.file": "driver, background: one image file is on disk, under a temporary folder",
+    "checkpoint.write.copied": "driver, background: all of them are, still under a temporary folder",
+    "checkpoint.write.renamed": "driver, background: the folder has its name, the manifest says `process`",
+    "checkpoint.write.published": "driver, background: the manifest says `host`",
+    "checkpoint.move.copied": "driver or reaper: images are copied to disk to free memory, under a temporary folder",
+    "checkpoint.move.renamed": "driver or reaper: they have their name there, and are in memory too",
+    "checkpoint.remove.manifest": "driver: the manifest of a checkpoint is deleted, its images and snapshot are not",
+    "checkpoint.remove.images": "driver: manifest and images are deleted, the snapshot is not",
+    "checkpoint.export.images": "export: the process images are in the archive, which has no name yet",
+    "checkpoint.export.tree": "export: the file system is too",
+    "checkpoint.import.images": "import: the process images are unpacked, there is no manifest",
+    "checkpoint.import.tree": "import: the file system is too",
 }
 
 Action = Callable[[], None]
