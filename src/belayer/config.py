@@ -82,6 +82,10 @@ class SandboxConfig(_Section):
     )
     memory_bytes: int = Field(default=1 << 30, ge=16 << 20, description="Memory limit of one sandbox.")
     pids: int = Field(default=512, ge=16, description="Process limit of one sandbox.")
+    cpus: float = Field(default=0.0, ge=0.0, description="Processors' time of one sandbox; 0: no limit.")
+    disk_bytes: int = Field(
+        default=0, ge=0, description="What one sandbox may write; 0: a quarter of the store. Needs a store file."
+    )
     exec_timeout_s: float = Field(default=60.0, gt=0, description="Default limit of one command.")
     output_bytes: int = Field(
         default=1 << 20, ge=1024, description="Output kept of one command; the rest is truncated, visibly."

@@ -119,8 +119,11 @@ def clone_file(source: Path, target: Path, mode: int) -> None:
 
 
 def set_immutable(path: Path, on: bool) -> None:
-    """Nobody without CAP_LINUX_IMMUTABLE, which no sandbox has, can change an immutable file or folder."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Nobody without CAP_LINUX_IMMUTABLE, which no sandbox has, can change an immutable file or folder.
+
+    A link is refused (`OSError`): a sandbox could have put it there.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         flags = struct.unpack("<L", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, b"\0" * 8)[:4])[0]
         wanted = flags | _IMMUTABLE if on else flags & ~_IMMUTABLE

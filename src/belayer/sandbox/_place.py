@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from belayer.config import SandboxConfig
+from belayer.errors import SandboxLost
 from belayer.ownership import RunLabel
 from belayer.sandbox import _btrfs, _cgroup, _claims
 from belayer.sandbox.store import Store, remove_tree, storage_errors
@@ -24,7 +27,7 @@ class Places:
         self.label = label
         self._store = store
         self._config = config
-        self.disk_bytes = store.share_bytes if store.has_quota else 0
+        self.disk_bytes = (config.disk_bytes or store.share_bytes) if store.has_quota else 0
         # the store's own proof of life: another process may see this store without seeing our runtime folder
         self._claim = _claims.claim(self.roots)
         # one copy per run on the store's own file system: each sandbox gets a clone of it, which costs no data
@@ -47,6 +50,8 @@ class Places:
                     _btrfs.limit(place.root, self.disk_bytes)
                 place.agent.mkdir()
                 _btrfs.clone_file(self._init, place.agent / "init", 0o755)
+                # before anything runs there: a restored process is awake before `protect_agent`
+                _btrfs.set_immutable(place.agent / "init", True)
             place.work.mkdir(parents=True)
             place.cgroup.make(memory_bytes=self._config.memory_bytes, pids=self._config.pids)
         except BaseException:
@@ -75,9 +80,14 @@ class Place:
         self.cgroup = _cgroup.SandboxCgroup(label.name, key)
 
     def protect_agent(self) -> None:
-        """From now on the container can neither remove its socket nor replace its init."""
-        _btrfs.set_immutable(self.agent / "init", True)
+        """From now on the container can neither remove its socket nor put anything beside it.
+
+        Raises `SandboxLost` if a process of a restored container was faster and has done either.
+        """
         _btrfs.set_immutable(self.agent, True)
+        found = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in os.scandir(self.agent)}
+        if found.keys() != {"init", "agent.sock"} or not stat.S_ISSOCK(found["agent.sock"]):
+            raise SandboxLost(f"a process of sandbox {self.key} has tampered with the folder of its socket")
 
     def remove(self) -> None:
         """Kill what runs here and delete everything. Safe to call again. Blocking."""
@@ -88,7 +98,7 @@ class Place:
             remove_tree(self.root)
         try:
             for path in (self.agent, self.agent / "init"):
-                if path.exists():
+                if os.path.lexists(path):
                     _btrfs.set_immutable(path, False)
             shutil.rmtree(self.agent, ignore_errors=True)
         except OSError as error:

@@ -30,7 +30,9 @@ DEFAULT_ENV = {
 _STATE = struct.Struct("<QQQQII")
 _RESULT = struct.Struct("<iiIQQ")
 _JOB = struct.Struct("<IIQ")
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _CHUNK = 1 << 18
+_LARGEST_FRAME = 1 << 20  # of an answer: the init reads 64 KiB at a time
 _END_OF_INPUT = b"\0\0\0\0I"
 _TIMED_OUT, _TRUNCATED, _SHELL_ENDED, _WAS_QUIET = 1, 2, 4, 8
 _STALE, _BUSY = 1, 2
@@ -82,13 +84,17 @@ class _Busy(SandboxError):
 
 
 class Session:
-    """Talks to the init whose socket is in `folder`. Holds no connection between requests."""
+    """Talks to the init whose socket is in `folder`. Holds no connection between requests.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    `init_pid`: only to a socket on which this process listens, so that nobody can answer in the init's place.
+    """
+
+    def __init__(self, folder: Path, name: str, init_pid: int = 0) -> None:
         # a path through a descriptor: socket addresses end at 107 bytes, folders of runs need not
         self._folder = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._address = f"/proc/self/fd/{self._folder}/agent.sock"
         self._name = name
+        self._init_pid = init_pid
 
     def close(self) -> None:
         if self._folder >= 0:
@@ -120,7 +126,7 @@ class Session:
         """Run one command in a fresh process. Raises `SandboxLost` after `timeout_s + grace_s` without an answer."""
         parts = [_job(fence, timeout_s, quiet_s, limit), bytes([builtin]), _text(cwd), _texts(argv)]
         parts.append(_texts([f"{key}={value}" for key, value in env.items()]))
-        return await self._run(b"X", b"".join(parts), stdin, timeout_s + grace_s)
+        return await self._run(b"X", b"".join(parts), stdin, timeout_s + grace_s, limit)
 
     async def shell(
         self,
@@ -140,7 +146,7 @@ class Session:
         deadline = asyncio.get_running_loop().time() + grace_s
         while True:
             try:
-                return await self._run(b"S", payload, b"", timeout_s + grace_s)
+                return await self._run(b"S", payload, b"", timeout_s + grace_s, limit)
             except _Busy:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
@@ -168,9 +174,11 @@ class Session:
             connection.close()
         raise SandboxLost(f"sandbox {self._name} closed the connection without an answer")
 
-    async def _run(self, kind: bytes, payload: bytes, stdin: bytes | memoryview, deadline_s: float) -> ExecResult:
+    async def _run(
+        self, kind: bytes, payload: bytes, stdin: bytes | memoryview, deadline_s: float, limit: int
+    ) -> ExecResult:
         try:
-            return await _within(deadline_s, self._ask_run(kind, payload, stdin))
+            return await _within(deadline_s, self._ask_run(kind, payload, stdin, limit))
         except TimeoutError:
             raise SandboxLost(
                 f"sandbox {self._name} is silent {deadline_s:.1f} s after a command was sent",
@@ -179,7 +187,7 @@ class Session:
         except OSError as error:
             raise SandboxLost(f"sandbox {self._name} broke off in the middle of a command: {error}") from error
 
-    async def _ask_run(self, kind: bytes, payload: bytes, stdin: bytes | memoryview) -> ExecResult:
+    async def _ask_run(self, kind: bytes, payload: bytes, stdin: bytes | memoryview, limit: int) -> ExecResult:
         out, err = bytearray(), bytearray()
         connection = await self._connect()
         feeder: asyncio.Task[None] | None = None
@@ -198,6 +206,8 @@ class Session:
                     return _result(data, bytes(out), bytes(err))
                 else:
                     self._refused(answer, data)
+                if len(out) + len(err) > limit:
+                    raise SandboxLost(f"the init of sandbox {self._name} sends more than it was asked for")
         finally:
             if feeder is not None:
                 feeder.cancel()
@@ -224,12 +234,20 @@ class Session:
             while True:
                 try:
                     sock.connect(self._address)
+                    self._check_peer(sock)
                     return _Connection(sock)
                 except BlockingIOError:
                     await asyncio.sleep(0.001)  # the backlog is full
         except BaseException:
             sock.close()
             raise
+
+    def _check_peer(self, sock: socket.socket) -> None:
+        if not self._init_pid:
+            return
+        pid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+        if pid != self._init_pid:
+            raise SandboxLost(f"in sandbox {self._name} process {pid} listens in the place of the init")
 
 
 class _Connection:
@@ -251,6 +269,8 @@ class _Connection:
         while True:
             while len(self._buffer) >= 5:
                 length = int.from_bytes(self._buffer[:4], "little")
+                if length > _LARGEST_FRAME:
+                    raise SandboxLost(f"a frame of {length} bytes from an init, which sends at most {_LARGEST_FRAME}")
                 if len(self._buffer) < 5 + length:
                     break
                 kind, data = bytes(self._buffer[4:5]), bytes(self._buffer[5 : 5 + length])

@@ -290,16 +290,16 @@ class Sandboxes:
         self, name: str, place: Place, pid: int, image: Image, manifest: Manifest | None = None
     ) -> Sandbox:
         attempt = manifest.attempt if manifest else 0
-        session = Session(place.agent, name)
+        session = Session(place.agent, name, pid)
         try:
+            # first of all: what the container's processes cannot do from here on need not be reckoned with
+            await asyncio.to_thread(self._settle_in, place, image)
             state = await session.ping(timeout_s=ANSWER_TIMEOUT_S)
             found = ProcessState(state.nonce, state.jobs_started, state.shell_pid)
             if manifest is not None and found != manifest.process:
                 raise RestoreFailed(f"sandbox {name} came back in another state than it was checkpointed in")
             attempt = max(attempt, state.attempt)
-            await asyncio.gather(
-                session.fence((attempt, place.generation)), asyncio.to_thread(self._settle_in, place, image)
-            )
+            await session.fence((attempt, place.generation))
             parent = manifest.id if manifest else None
             sandbox = Sandbox(
                 self, name, place=place, init_pid=pid, session=session, image=image, attempt=attempt, parent=parent
@@ -312,6 +312,8 @@ class Sandboxes:
 
     def _settle_in(self, place: Place, image: Image) -> None:
         place.protect_agent()
+        if self.config.cpus:
+            place.cgroup.limit_cpu(self.config.cpus)
         _health.folders_to_watch(image.path, image.digest)  # kept for all sandboxes of this image
 
     async def _retire_name(self, name: str) -> None:
