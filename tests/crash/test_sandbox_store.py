@@ -180,3 +180,33 @@ def test_checkpoints_move_to_disk_at_close_and_come_back(tmp_path):
 
     asyncio.run(second())
     assert not (tmp_path / "checkpoints" / "images" / checkpoint).exists()
+
+
+def test_a_store_that_must_outlive_a_power_failure_has_write_barriers(tmp_path):
+    """For all its users, from the moment on at which one of them asks for it."""
+
+    def options(store: Store) -> set[str]:
+        with open("/proc/self/mountinfo") as table:
+            lines = [line.split() for line in table]
+        (found,) = (line for line in lines if line[4] == str(store.mount_point))
+        return set(found[-1].split(","))
+
+    first = Store.open(tmp_path / "store", 1 << 30, durable=False)
+    if first.mount_point is None:
+        first.close()
+        pytest.skip("the folder is on btrfs: its mount is the host's own")
+    try:
+        assert "nobarrier" in options(first)
+        (first.root / "runs" / "file").write_text("kept")
+        second = Store.open(tmp_path / "store", 1 << 30)
+        try:
+            assert "nobarrier" not in options(first)
+            third = Store.open(tmp_path / "store", 1 << 30, durable=False)
+            third.close()
+            assert "nobarrier" not in options(second)
+            assert (second.root / "runs" / "file").read_text() == "kept"
+        finally:
+            second.close()
+    finally:
+        first.close()
+    assert first.mount_point is not None and not os.path.ismount(first.mount_point)
