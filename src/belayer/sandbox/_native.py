@@ -28,6 +28,8 @@ FILES = (
     "run.c",
     "shell.c",
     "tree.c",
+    "guest.c",
+    "gate.c",
 )
 FLAGS = ("-static", "-O2", "-std=gnu17", "-Wall", "-Wextra", "-s")
 

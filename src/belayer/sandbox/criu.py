@@ -130,8 +130,7 @@ async def dump(
                 f"CRIU cannot capture this sandbox{_reason(images / 'dump.log')}",
                 kept="the sandbox runs on, and its earlier checkpoints are kept",
             )
-        stats = _stats(images / "stats-dump")
-        frozen_s = (stats.get(1, 0) + stats.get(2, 0)) / 1e6  # freezing_time, frozen_time in µs
+        frozen_s = frozen_seconds(images / "stats-dump")
         return {"dump_s": ended - begun - fs_s, "frozen_s": max(frozen_s, fs_s), "fs_s": fs_s}
     except TimeoutError:
         raise TimeoutError(f"CRIU did not finish the dump within {timeout_s:.0f} s") from None
@@ -211,6 +210,17 @@ def _reason(log: Path, output: str = "") -> str:
     # the first errors name the cause, the later ones what followed from it
     text = "; ".join(wanted[:4]) or output
     return f": {text[:600]}" if text else ""
+
+
+def log_errors(log: Path) -> str:
+    """The errors in a log of CRIU, shortened; "" when there is none or no such file."""
+    return _reason(log).removeprefix(": ")
+
+
+def frozen_seconds(stats: Path) -> float:
+    """How long the processes stood still, from the statistics that a dump leaves; 0 when there are none."""
+    found = _stats(stats)
+    return (found.get(1, 0) + found.get(2, 0)) / 1e6  # freezing_time, frozen_time in µs
 
 
 # -- protobuf, as much as is needed ------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-/* One small static program with five roles, chosen by its first argument:
+/* One small static program with seven roles, chosen by its first argument:
  *
  *   keeper   on the host, one per run: starts helpers, adopts and reaps containers, kills all of them when the driver dies
  *   create   on the host, short-lived: makes the namespaces of a container and becomes its init
  *   restore  on the host, short-lived: joins the cgroups, makes a private mount table, then runs CRIU
  *   tree     on the host, short-lived: copies and fingerprints the writable layer of an overlay
  *   init     inside the container as PID 1: reaps, runs commands, owns the terminal of the persistent shell
+ *   guest    inside a container that podman made, as PID 1: what `create` does inside one of our own, then becomes init
+ *   gate     on the host, called by podman's runtime in the place of CRIU: lets the host in while a container is frozen
  *
  * The init role must stay dumpable by CRIU: it holds no descriptor of the host, its socket lives in the external mount
  * /run/agent, and every connection is closed by the init itself before the answer counts as complete.
@@ -32,6 +34,8 @@ int keeper_main(int argc, char **argv);
 int create_main(int argc, char **argv);
 int restore_main(int argc, char **argv);
 int init_main(void);
+int guest_main(void);
+int gate_main(int argc, char **argv);
 int tree_main(int argc, char **argv);
 
 /* util.c */

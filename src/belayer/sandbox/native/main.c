@@ -9,6 +9,9 @@ int main(int argc, char **argv) {
     if (!strcmp(role, "create")) return create_main(argc - 1, argv + 1);
     if (!strcmp(role, "restore")) return restore_main(argc - 1, argv + 1);
     if (!strcmp(role, "keeper")) return keeper_main(argc - 1, argv + 1);
-    fprintf(stderr, "belayer-sandbox: keeper | create | restore | init\n");
+    if (!strcmp(role, "tree")) return tree_main(argc - 1, argv + 1);
+    if (!strcmp(role, "guest")) return guest_main();
+    if (!strcmp(role, "gate")) return gate_main(argc - 1, argv + 1);
+    fprintf(stderr, "belayer-sandbox: keeper | create | restore | tree | init | guest | gate\n");
     return 64;
 }
