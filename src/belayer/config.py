@@ -73,9 +73,15 @@ class EngineConfig(_Section):
 class SandboxConfig(_Section):
     """The environments: which image, how it is kept."""
 
+    runtime: Literal["native", "podman"] = Field(
+        default="native", description="What runs containers; podman is slower, for hosts where they must be podman's."
+    )
     image: str = Field(default="base", description="Name of an image in the store; set-up makes `base`.")
     store: Path | None = Field(
         default=None, description="Folder of the sandbox store; default: below the cache folder."
+    )
+    store_kind: Literal["auto", "btrfs", "overlay"] = Field(
+        default="auto", description="What the store is made of; auto: btrfs, or overlayfs where btrfs is not to be had."
     )
     store_bytes: int = Field(
         default=16 << 30, ge=1 << 30, description="Size of the (sparse) store file, where one is made."

@@ -12,7 +12,7 @@ from typing import Any
 from belayer.checkpoint.manifest import Manifest, ProcessState, Timings, read_manifest, write_manifest
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, CheckpointRefused, SandboxLost, StorageFull
-from belayer.sandbox import _btrfs, _data
+from belayer.sandbox import _data
 from belayer.sandbox._place import safe_name
 from belayer.sandbox._runtime import HOSTNAME, Runtime
 from belayer.sandbox.container import Sandbox
@@ -78,7 +78,7 @@ class Checkpoints:
             raise CheckpointDamaged(f"the process images of checkpoint {manifest.id} are gone")
         if not snapshot.is_dir():
             raise CheckpointDamaged(f"the file-system snapshot of checkpoint {manifest.id} is gone")
-        if _btrfs.identity(snapshot) != manifest.fs_identity:
+        if self.data.store.trees.identity(snapshot) != manifest.fs_identity:
             raise CheckpointDamaged(f"the file-system snapshot of checkpoint {manifest.id} was changed")
         _data.verify_images(folder, manifest.images)
         return folder
@@ -113,7 +113,9 @@ class Checkpoints:
                     image=sandbox.image.name,
                     image_digest=sandbox.image.digest,
                     hostname=HOSTNAME,
-                    fs_identity=await asyncio.to_thread(_btrfs.identity, self.data.snapshots / checkpoint_id),
+                    fs_identity=await asyncio.to_thread(
+                        self.data.store.trees.identity, self.data.snapshots / checkpoint_id
+                    ),
                     process=ProcessState(state.nonce, state.jobs_started, state.shell_pid),
                     images=files,
                     netns=netns,
@@ -152,7 +154,7 @@ class Checkpoints:
 
         async def while_frozen() -> None:
             with storage_errors(f"no snapshot of sandbox {sandbox.name}"):
-                await asyncio.to_thread(_btrfs.snapshot, sandbox.root, snapshot, read_only=True)
+                await asyncio.to_thread(self.data.store.trees.snapshot, sandbox.place.tree, snapshot)
 
         try:
             times = await self._runtime.dump(

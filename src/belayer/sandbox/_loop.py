@@ -20,6 +20,7 @@ _LOOP_CONFIGURE = 0x4C0A
 _AUTOCLEAR, _DIRECT_IO = 4, 16
 _CONFIG = struct.Struct("<II5Q4I64s64s32s2Q64x")  # loop_config, with loop_info64 inside
 MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_NOATIME = 2, 4, 32, 1024
+_MNT_DETACH = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,9 +32,9 @@ def mount(source: str, target: Path, kind: str, flags: int, options: str) -> Non
         raise OSError(number, os.strerror(number), str(target))
 
 
-def unmount(target: Path) -> None:
-    """umount2(2), not lazily. Raises `OSError`."""
-    if _libc.umount2(os.fsencode(target), 0):
+def unmount(target: Path, *, lazily: bool = False) -> None:
+    """umount2(2). Raises `OSError`."""
+    if _libc.umount2(os.fsencode(target), _MNT_DETACH if lazily else 0):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(target))
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from belayer.config import SandboxConfig
 from belayer.errors import SandboxLost
 from belayer.ownership import RunLabel
-from belayer.sandbox import _btrfs, _cgroup, _claims
-from belayer.sandbox.store import Store, remove_tree, storage_errors
+from belayer.sandbox import _cgroup, _claims
+from belayer.sandbox._trees import Trees
+from belayer.sandbox.store import Store, storage_errors
 
 AGENTS = "agents"
 
@@ -34,25 +35,24 @@ class Places:
         self._init = self.roots / "init"
         shutil.copy(program, self._init)
         # a subvolume, since it can be deleted whole even when the store is so full that no flag can be changed any more
-        _btrfs.create_subvolume(self.roots / AGENTS)
+        store.trees.make_folder(self.roots / AGENTS)
 
     def prepare(self, name: str, generation: int, source: Path) -> Place:
-        """The place of a new generation whose root starts as the subvolume `source`. Blocking, a few milliseconds.
+        """The place of a new generation whose root starts as `source`: an image or a snapshot. Blocking.
 
         Raises `StorageFull`.
         """
         self._store.check_room()
-        place = Place(self.roots, f"{safe_name(name)}-{generation}", self.label, generation)
+        key = f"{safe_name(name)}-{generation}"
+        place = Place(self.roots, key, self.label, generation, self._store.trees)
         try:
             with storage_errors(f"no room for a root of sandbox {name}"):
-                _btrfs.snapshot(source, place.root)
-                if self.disk_bytes:
-                    _btrfs.limit(place.root, self.disk_bytes)
+                self._store.trees.make_root(source, place.tree, self.disk_bytes)
                 place.agent.mkdir()
-                _btrfs.clone_file(self._init, place.agent / "init", 0o755)
+                self._store.trees.clone_file(self._init, place.agent / "init", 0o755)
                 # before anything runs there: a restored process is awake before `protect_agent`
-                _btrfs.set_immutable(place.agent / "init", True)
-            place.work.mkdir(parents=True)
+                self._store.trees.set_immutable(place.agent / "init", True)
+            place.work.mkdir(parents=True, exist_ok=True)
             place.cgroup.make(memory_bytes=self._config.memory_bytes, pids=self._config.pids)
         except BaseException:
             place.remove()
@@ -69,13 +69,15 @@ class Places:
 
 
 class Place:
-    """One generation's folders. `root` and `agent` are in the store: who fills them fills only the store."""
+    """One generation's folders. What `root` and `agent` hold is in the store: who fills them fills only the store."""
 
-    def __init__(self, roots: Path, key: str, label: RunLabel, generation: int) -> None:
+    def __init__(self, roots: Path, key: str, label: RunLabel, generation: int, trees: Trees) -> None:
         self.key = key
-        self.root = roots / key
-        self.agent = roots / AGENTS / key
         self.work = label.dir / key
+        self.tree = trees.root(roots / key, self.work)
+        self.root = self.tree.path
+        self.agent = roots / AGENTS / key
+        self._trees = trees
         self.generation = generation
         self.cgroup = _cgroup.SandboxCgroup(label.name, key)
 
@@ -84,7 +86,7 @@ class Place:
 
         Raises `SandboxLost` if a process of a restored container was faster and has done either.
         """
-        _btrfs.set_immutable(self.agent, True)
+        self._trees.set_immutable(self.agent, True)
         found = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in os.scandir(self.agent)}
         if found.keys() != {"init", "agent.sock"} or not stat.S_ISSOCK(found["agent.sock"]):
             raise SandboxLost(f"a process of sandbox {self.key} has tampered with the folder of its socket")
@@ -93,13 +95,12 @@ class Place:
         """Kill what runs here and delete everything. Safe to call again. Blocking."""
         self.cgroup.kill()
         self.cgroup.remove()
+        self._trees.remove_root(self.tree)  # may be mounted below the next one
         shutil.rmtree(self.work, ignore_errors=True)
-        if self.root.is_dir():
-            remove_tree(self.root)
         try:
             for path in (self.agent, self.agent / "init"):
                 if os.path.lexists(path):
-                    _btrfs.set_immutable(path, False)
+                    self._trees.set_immutable(path, False)
             shutil.rmtree(self.agent, ignore_errors=True)
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 
 from belayer.errors import ImageError
-from belayer.sandbox import _btrfs
 from belayer.sandbox.store import Store, remove_tree, storage_errors
 
 RECIPE = 5  # raise it when what `build_base` makes changes
@@ -127,16 +126,16 @@ def import_directory(store: Store, name: str, folder: Path) -> ImageInfo:
 
 @contextmanager
 def _new_image(store: Store, name: str, *, source: str) -> Iterator[Path]:
-    """A fresh subvolume to fill; becomes the image on a clean exit, is deleted otherwise."""
+    """A fresh tree to fill; becomes the image on a clean exit, is deleted otherwise."""
     fresh = store.images / f".{name}.{os.getpid()}"
     remove_tree(fresh)
     with storage_errors(f"image {name} cannot be built"):
-        _btrfs.create_subvolume(fresh)
+        root = store.trees.make_image(fresh)
         try:
-            yield fresh
-            _prepare(fresh)
-            digest, files, size = tree_digest(fresh)
-            _btrfs.set_read_only(fresh)
+            yield root
+            _prepare(root)
+            digest, files, size = tree_digest(root)
+            store.trees.seal_image(fresh)
             remove(store, name)
             os.rename(fresh, store.images / name)
             info = ImageInfo(name, digest, source, RECIPE, time.time(), files, size)

@@ -21,7 +21,7 @@ from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable, StorageFull
 from belayer.events import Event, EventSink, ignore
 from belayer.ownership import RunLabel
-from belayer.sandbox import _btrfs, _cgroup, _data, _health, criu, images
+from belayer.sandbox import _cgroup, _data, _health, criu, images
 from belayer.sandbox._checkpoints import Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
@@ -31,6 +31,7 @@ from belayer.sandbox._runtime import NativeRuntime, Runtime
 from belayer.sandbox._session import Session
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.images import Image
+from belayer.sandbox.podman import PodmanRuntime
 from belayer.sandbox.store import Store
 
 FREE_SPACE_TIMEOUT_S = 10.0
@@ -62,7 +63,7 @@ class Sandboxes:
         self._locks: dict[str, asyncio.Lock] = {}
         self._networks = Spares()
         self._keeper = self._start_keeper()
-        self._runtime: Runtime = NativeRuntime(lambda: self._keeper)
+        self._runtime = _runtime_of(config, label, lambda: self._keeper)
         self.checkpoints = Checkpoints(data, self._runtime, config, self._chore, durable=durable)
         for name in self.checkpoints.names():
             self._generations[name] = max(manifest.generation for manifest in self.checkpoints.of(name))
@@ -89,7 +90,9 @@ class Sandboxes:
         await asyncio.to_thread(criu.find_criu)
         if not _cgroup.hierarchies().bases():
             raise SandboxUnavailable("no cgroup hierarchy is mounted", next_step="mount cgroup2 at /sys/fs/cgroup")
-        store = await asyncio.to_thread(Store.open, config.store, config.store_bytes, durable=durable)
+        store = await asyncio.to_thread(
+            Store.open, config.store, config.store_bytes, durable=durable, kind=config.store_kind
+        )
         data: _data.RunData | None = None
         try:
             images.find(store, config.image)
@@ -133,7 +136,7 @@ class Sandboxes:
         deadline = time.monotonic() + FREE_SPACE_TIMEOUT_S
         while True:
             await asyncio.gather(*self._chores, return_exceptions=True)
-            await asyncio.to_thread(_btrfs.sync, self.store.root)
+            await asyncio.to_thread(self.store.trees.settle)
             try:
                 return await self._restore(name, checkpoint_id)
             except StorageFull:
@@ -359,6 +362,12 @@ class Sandboxes:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
+
+
+def _runtime_of(config: SandboxConfig, label: RunLabel, keeper: Callable[[], Keeper]) -> Runtime:
+    if config.runtime == "podman":
+        return PodmanRuntime(keeper, label)
+    return NativeRuntime(keeper)
 
 
 class _Clock:

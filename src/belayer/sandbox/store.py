@@ -1,14 +1,15 @@
-"""The sandbox store: a btrfs tree with images, the roots of running sandboxes and checkpoints' file-system snapshots.
+"""The sandbox store: a tree with images, the roots of running sandboxes and checkpoints' file-system snapshots.
 
-    images/<name>                 read-only subvolume, with <name>.json beside it
+    images/<name>                 a root file system that does not change any more, with <name>.json beside it
     runs/<label>/<sandbox>-<g>    writable root of generation g; gone with the run
     runs-data/<run id>/<id>       read-only snapshot of a checkpoint; outlives the process, goes with the run
 
-Where the configured folder is on btrfs, the tree is in that folder. Otherwise it is in a sparse file there, mounted
-below /run/belayer while at least one process uses it. Users hold a shared lock (`users.lock`); mounting and unmounting
-happen under `mount.lock`; the last user unmounts and removes the folder of both locks. Who waited for a lock in a
-folder that is gone meanwhile looks again. The locks die with their processes, so a mount without users is recognised
-and removed by `unmount_unused`.
+What these three are depends on the kind of store (`_trees`): subvolumes of btrfs, or folders for overlayfs. A store of
+the second kind is a plain folder `overlay` in the configured one. One of the first kind is in the configured folder if
+that is on btrfs, else in a sparse file there, mounted below /run/belayer while at least one process uses it. Users hold
+a shared lock (`users.lock`); mounting and unmounting happen under `mount.lock`; the last user unmounts and removes the
+folder of both locks. Who waited for a lock in a folder that is gone meanwhile looks again. The locks die with their
+processes, so a mount without users is recognised and removed by `unmount_unused`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from belayer.errors import SandboxUnavailable, StorageFull
 from belayer.ownership import cache_dir, labels
 from belayer.sandbox import _btrfs, _loop
+from belayer.sandbox._overlay import FOLDER as OVERLAY
+from belayer.sandbox._overlay import OverlayTrees, check_overlay
+from belayer.sandbox._trees import BtrfsTrees, StoreKind, Trees, remove_tree
 
+__all__ = ["Store", "existing_kinds", "remove_tree", "storage_errors", "unmount_unused"]
+
+FILE = "store.btrfs"
 MOUNT_PREFIX = "store-"
 RESERVE_FILES = 6000
 SHARE = 4  # one sandbox may write this part of a store file
@@ -59,8 +67,11 @@ class Store:
         mount_lock: Path | None = None,
         mount_point: Path | None = None,
         file: Path | None = None,
+        trees: Trees | None = None,
     ) -> None:
         self.root = root
+        self.trees: Trees = trees or BtrfsTrees(root)
+        self.why_not_btrfs = ""  # of an overlay store that was chosen because this host has no btrfs
         self.file = file
         self.has_quota = False
         self.users_fd = users_fd
@@ -68,20 +79,37 @@ class Store:
         self.mount_point = mount_point
 
     @classmethod
-    def open(cls, folder: Path | None = None, size: int = 16 << 30, *, durable: bool = True) -> Store:
+    def open(
+        cls,
+        folder: Path | None = None,
+        size: int = 16 << 30,
+        *,
+        durable: bool = True,
+        kind: Literal["auto"] | StoreKind = "auto",
+    ) -> Store:
         """Open (and first make) the store in `folder`, default `<cache>/store`; `size` bytes where a file is made.
 
-        A store file that nobody opened as `durable` may be damaged by a power failure while it is in use.
+        A store file that nobody opened as `durable` may be damaged by a power failure while it is in use. `auto` takes
+        an overlay store only where no btrfs store can be made; the two do not see each other's images and snapshots.
         Raises `SandboxUnavailable` with the reason when this host cannot have one.
         """
         folder = (folder or cache_dir() / "store").absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        if _btrfs.is_btrfs(folder):
-            users = _open_lock(folder / "users.lock")
-            fcntl.flock(users, fcntl.LOCK_SH)
-            store = cls(folder, users)
+        if kind == "overlay":
+            store = cls._open_overlay(folder)
+        elif _btrfs.is_btrfs(folder):
+            store = cls(folder, _open_shared(folder / "users.lock"))
         else:
-            store = cls._open_file(folder / "store.btrfs", size, durable)
+            file = folder / FILE
+            there = file.exists()
+            try:
+                store = cls._open_file(file, size, durable)
+            except SandboxUnavailable as error:
+                if kind == "btrfs" or there:
+                    raise
+                file.unlink(missing_ok=True)
+                store = cls._open_overlay(folder)
+                store.why_not_btrfs = error.what
         try:
             for name in ("images", "runs", "runs-data"):
                 (store.root / name).mkdir(exist_ok=True)
@@ -89,6 +117,17 @@ class Store:
             store.close()
             raise SandboxUnavailable(f"the sandbox store at {store.root} cannot be written: {error}") from error
         return store
+
+    @classmethod
+    def _open_overlay(cls, folder: Path) -> Store:
+        top = folder / OVERLAY
+        if not (top / "trees").is_dir():
+            check_overlay(folder)
+        try:
+            top.mkdir(exist_ok=True)
+            return cls(top, _open_shared(top / "users.lock"), trees=OverlayTrees(top))
+        except OSError as error:
+            raise SandboxUnavailable(f"the sandbox store at {top} cannot be written: {error}") from error
 
     @classmethod
     def _open_file(cls, file: Path, size: int, durable: bool) -> Store:
@@ -137,15 +176,17 @@ class Store:
         return free if self.file is None else min(free, _free(self.file))
 
     def check_room(self) -> None:
-        """Raises `StorageFull` when the disk below a store file is nearly full.
+        """Raises `StorageFull` when the disk below a store file, or of an overlay store, is nearly full.
 
-        It must never run full: the file system in the file would see failing writes, not a lack of space, and turn
-        read-only for everybody. The room inside the file is not looked at: btrfs's own answer to a write is exact.
+        Below a file it must never run full: the file system in the file would see failing writes, not a lack of space,
+        and turn read-only for everybody. The room inside the file is not looked at: btrfs's own answer to a write is
+        exact.
         """
-        if self.file is None or _free(self.file) >= RESERVE:
+        disk = self.root if self.trees.kind == "overlay" else self.file
+        if disk is None or _free(disk) >= RESERVE:
             return
         raise StorageFull(
-            f"the disk of {self.file} has {_free(self.file) >> 20} MB left; sandboxes need {RESERVE >> 20} MB",
+            f"the disk of {disk} has {_free(disk) >> 20} MB left; sandboxes need {RESERVE >> 20} MB",
             kept="everything that was published",
             next_step="free disk space or remove old run directories",
         )
@@ -169,6 +210,16 @@ class Store:
                 os.close(users)
 
 
+def existing_kinds(folder: Path) -> list[StoreKind]:
+    """Which kinds of store there are in `folder`, in use or not."""
+    kinds: list[StoreKind] = []
+    if folder.is_dir() and (_btrfs.is_btrfs(folder) or (folder / FILE).exists()):
+        kinds.append("btrfs")
+    if (folder / OVERLAY).is_dir():
+        kinds.append("overlay")
+    return kinds
+
+
 def unmount_unused() -> list[str]:
     """Unmount the store files that no living process uses. Returns the mount points that were unmounted."""
     removed = []
@@ -184,20 +235,6 @@ def unmount_unused() -> list[str]:
             finally:
                 os.close(users)
     return removed
-
-
-def remove_tree(path: Path) -> None:
-    """Delete `path` whatever it is: a subvolume, a file, or a folder of them."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    with suppress(FileNotFoundError):  # somebody else deletes it too
-        if path.stat().st_ino == _btrfs.SUBVOLUME_INODE and _btrfs.is_btrfs(path):
-            _btrfs.delete_subvolume(path)
-            return
-        for entry in list(path.iterdir()):
-            remove_tree(entry)
-        path.rmdir()
 
 
 def _unmount_if_unused(users: int, point: Path) -> bool:
@@ -305,6 +342,12 @@ def _reserve_metadata(root: Path) -> None:
         (fresh / str(number)).write_bytes(os.urandom(2000))
     _btrfs.sync(root)
     os.rename(fresh, done)
+
+
+def _open_shared(path: Path) -> int:
+    fd = _open_lock(path)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
 
 
 def _open_lock(path: Path) -> int:
