@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = "belayer"
+INNER = "libpod-*"  # what podman names a container's own cgroup
 _CONTROLLERS = ("memory", "pids", "cpu", "devices")
 _CPU_PERIOD_US = 100_000
 # type major:minor; the same list is in native/devices.c, for v2
@@ -127,13 +128,7 @@ class SandboxCgroup:
 
     def oom_kills(self) -> int:
         """How many processes the kernel has killed here for lack of memory."""
-        for folder in self.folders:
-            for name in ("memory.oom_control", "memory.events"):
-                with contextlib.suppress(OSError, ValueError):
-                    for line in (folder / name).read_text().splitlines():
-                        if line.startswith("oom_kill "):
-                            return int(line.split()[1])
-        return 0
+        return self._event((("memory.oom_control", "oom_kill"), ("memory.events", "oom_kill")))
 
     def hit_memory_limit(self) -> int:
         """How often the sandbox's own limit (and not the host's memory) stood in the way of an allocation."""
@@ -144,13 +139,18 @@ class SandboxCgroup:
         return self._event((("pids.events.local", "max"), ("pids.events", "max")))
 
     def _event(self, places: tuple[tuple[str, str], ...]) -> int:
-        for folder in self.folders:
+        found = 0  # v1 counts where the processes are, v2 there and above
+        for folder in self._with_inner():
             for name, key in places:
                 with contextlib.suppress(OSError, ValueError):
                     for line in (folder / name).read_text().splitlines():
                         if line.startswith(f"{key} "):
-                            return int(line.split()[1])
-        return 0
+                            found = max(found, int(line.split()[1]))
+        return found
+
+    def _with_inner(self) -> list[Path]:
+        """Its folders, and below each the one that another runtime made for the container."""
+        return [place for folder in self.folders for place in (folder, *folder.glob(INNER))]
 
     def _number(self, name: str) -> int:
         for folder in self.folders:
@@ -170,7 +170,8 @@ class SandboxCgroup:
         """Processes inside, as the host numbers them."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                return [int(pid) for pid in (folder / "cgroup.procs").read_text().split()]
+                places = (folder, *folder.glob(INNER))
+                return [int(pid) for place in places for pid in (place / "cgroup.procs").read_text().split()]
         return []
 
     def kill(self, timeout_s: float = 5.0) -> bool:

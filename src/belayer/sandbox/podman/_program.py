@@ -1,0 +1,123 @@
+"""The podman program with settings, storage and state of Belayer's own.
+
+Nothing of the host's podman is read or written: not its configuration, its storage, its locks in shared memory, its
+runtime's state. So no container of the user is ever in reach, and the folder is all there is to remove.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from belayer.errors import BelayerError, SandboxUnavailable
+from belayer.sandbox import criu
+
+_PROGRAMS = ("podman", "runc", "conmon")
+_PLACES = ("/usr/libexec/podman", "/usr/lib/podman", "/usr/local/lib/podman", "/usr/local/libexec/podman")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# container runtimes older than 2024 refuse processes whose limits CRIU cannot raise again
+LIMITS = ("nofile=10000:20000", "nproc=1000:1000")
+
+_CONTAINERS_CONF = """\
+[containers]
+log_driver = "none"
+pids_limit = 0
+default_ulimits = [{limits}]
+
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+lock_type = "file"
+runtime = "runc"
+network_config_dir = "{folder}/networks"
+volume_path = "{folder}/volumes"
+
+[network]
+network_config_dir = "{folder}/networks"
+"""
+_STORAGE_CONF = """\
+[storage]
+driver = "{driver}"
+graphroot = "{folder}/root"
+runroot = "{folder}/run"
+"""
+
+
+def missing() -> str | None:
+    """Why podman cannot be used here, or None."""
+    for name in _PROGRAMS:
+        if _find(name) is None:
+            return f"{name} is not installed (`make setup-podman` installs it)"
+    try:
+        criu.find_criu()
+    except SandboxUnavailable as error:
+        return error.what
+    return None
+
+
+class Podman:
+    """Podman whose whole state is below `folder`; `driver` is its storage driver.
+
+    `images` runs of Belayer need no storage: their roots are made elsewhere, and "vfs" never touches anything.
+    """
+
+    def __init__(self, folder: Path, *, driver: str = "vfs") -> None:
+        if reason := missing():
+            raise SandboxUnavailable(reason, next_step='or set sandbox.runtime = "native"')
+        self.folder = folder
+        self.driver = driver
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        limits = ", ".join(f'"{limit}"' for limit in LIMITS)
+        (folder / "containers.conf").write_text(_CONTAINERS_CONF.format(folder=folder, limits=limits))
+        (folder / "storage.conf").write_text(_STORAGE_CONF.format(folder=folder, driver=driver))
+        # its runtime looks CRIU up in PATH, and the distribution's may be one that does not work
+        self.programs = folder / "bin"
+        self.programs.mkdir(exist_ok=True)
+        link = self.programs / "criu"
+        link.unlink(missing_ok=True)
+        link.symlink_to(criu.find_criu())
+
+    def command(self, *arguments: str, programs: Path | None = None) -> list[str]:
+        """The command line that runs `podman ARGUMENTS`; programs in `programs` come before all others."""
+        variables = {
+            "PATH": f"{programs or self.programs}:{self.programs}:{_PATH}",
+            "HOME": str(self.folder),
+            "CONTAINERS_CONF": str(self.folder / "containers.conf"),
+            "CONTAINERS_STORAGE_CONF": str(self.folder / "storage.conf"),
+            "TMPDIR": "/var/tmp",
+        }
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        own = ["--root", f"{self.folder}/root", "--runroot", f"{self.folder}/run", "--tmpdir", f"{self.folder}/tmp"]
+        own += ["--storage-driver", self.driver, "--runtime-flag", f"root={self.folder}/runc"]
+        return ["/usr/bin/env", "-i", *settings, str(_find("podman")), *own, *arguments]
+
+    def call(self, *arguments: str, timeout_s: float = 60.0, check: bool = True, **options: object) -> str:
+        """Run it and return what it prints. Blocking. Raises `BelayerError` with podman's own words."""
+        try:
+            done = subprocess.run(
+                self.command(*arguments),
+                check=False,
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            raise BelayerError(f"podman {arguments[0]} did not finish within {timeout_s:.0f} s") from None
+        if done.returncode and check:
+            raise BelayerError(f"podman {arguments[0]} failed: {done.stderr.strip()[-600:]}")
+        return done.stdout.strip()
+
+    def bundle(self, container: str) -> Path:
+        """Where podman keeps a container's specification and its checkpoint."""
+        return self.folder / "root" / f"{self.driver}-containers" / container / "userdata"
+
+    def exit_file(self, container: str) -> Path:
+        """What podman waits for after a container's death; its monitor writes it unless it was killed too."""
+        return self.folder / "tmp" / "exits" / container
+
+
+def _find(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_PATH}:{':'.join(_PLACES)}")
