@@ -88,6 +88,7 @@ class NativeRuntime:
             agent=place.agent,
             cgroups=place.cgroup.folders,
             work=place.work,
+            before_resume=place.protect_agent,
         )
 
     def remove(self, place: Place) -> None:

@@ -1,8 +1,9 @@
-"""CRIU as a program: where it is, dump by its RPC, restore by its command line.
+"""CRIU as a program: where it is, dump and restore by its RPC.
 
-The dump uses RPC (`criu swrk`) for one reason: CRIU then asks before it lets the processes go on, and the file-system
-snapshot is taken exactly there. With the command line's `--leave-stopped` every process would see a SIGSTOP and a
-SIGCONT that nobody sent. The messages are few, so they are encoded here instead of pulling in a protobuf library.
+RPC (`criu swrk`) for one reason: CRIU then asks before it lets the processes go on. In a dump the file-system snapshot
+is taken exactly there; in a restore the container's surroundings are closed before its first process is awake. With the
+command line's `--leave-stopped` every process would see a SIGSTOP and a SIGCONT that nobody sent. The messages are few,
+so they are encoded here instead of pulling in a protobuf library.
 Reference: images/rpc.proto and Documentation/criu.txt of CRIU 4.2.1.
 """
 
@@ -34,7 +35,7 @@ MASKED = tuple(
     for name in ("keys", "timer_list", "sched_debug", "latency_stats", "kpagecount", "kpageflags", "vmallocinfo")
 )
 _NETWORK_LOCK_SKIP = 3
-_DUMP, _NOTIFY = 1, 6
+_DUMP, _RESTORE, _NOTIFY = 1, 2, 6
 
 
 @cache
@@ -91,53 +92,39 @@ async def dump(
     processes go on, the dump counts as failed and the exception passes. Returns seconds: `dump_s`, `frozen_s`, `fs_s`.
     Raises `CheckpointRefused` with CRIU's own reason, and `TimeoutError`: the processes are then in an unknown state.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    loop = asyncio.get_running_loop()
     begun = time.perf_counter()
     fs_s = 0.0
     failure: BaseException | None = None
-    command = [str(find_criu()), "swrk", "10"]
-    helper = asyncio.create_task(keeper.run(command, fds=(theirs.fileno(),), deadline_s=timeout_s))
+
+    async def notice(stage: bytes) -> bool:
+        nonlocal failure, fs_s
+        if stage == b"post-dump":
+            at = time.perf_counter()
+            try:
+                await while_frozen()
+            except BaseException as error:
+                failure = error
+            fs_s = time.perf_counter() - at
+        return failure is None
+
     try:
-        async with asyncio.timeout(timeout_s):
-            await asyncio.sleep(0)  # the helper's request takes its own copy of the descriptor
-            await loop.sock_sendall(ours, _dump_request(init_pid, images, netns))
-            theirs.close()
-            while True:
-                data = await loop.sock_recv(ours, 1 << 16)
-                if not data:
-                    raise CheckpointRefused(f"CRIU ended without an answer{_reason(images / 'dump.log')}")
-                answer = decode(data)
-                if answer.get(1) != _NOTIFY:
-                    break
-                notice = answer.get(5)
-                script = decode(notice).get(1) if isinstance(notice, bytes) else None
-                if script == b"post-dump":
-                    at = time.perf_counter()
-                    try:
-                        await while_frozen()
-                    except BaseException as error:
-                        failure = error
-                    fs_s = time.perf_counter() - at
-                good = failure is None
-                await loop.sock_sendall(ours, _varint(1, _NOTIFY) + _varint(3, int(good)))
-        ended = time.perf_counter()
-        if failure is not None:
-            raise failure
-        if not answer.get(2):
-            raise CheckpointRefused(
-                f"CRIU cannot capture this sandbox{_reason(images / 'dump.log')}",
-                kept="the sandbox runs on, and its earlier checkpoints are kept",
-            )
-        frozen_s = frozen_seconds(images / "stats-dump")
-        return {"dump_s": ended - begun - fs_s, "frozen_s": max(frozen_s, fs_s), "fs_s": fs_s}
+        answer, _ = await _ask(
+            keeper, [str(find_criu())], (), _dump_request(init_pid, images, netns), notice, timeout_s
+        )
     except TimeoutError:
         raise TimeoutError(f"CRIU did not finish the dump within {timeout_s:.0f} s") from None
-    finally:
-        theirs.close()
-        ours.close()  # ends `criu swrk`, which lets the processes go on
-        await asyncio.gather(helper, return_exceptions=True)
+    ended = time.perf_counter()
+    if failure is not None:
+        raise failure
+    if not answer.get(2):
+        why = _reason(images / "dump.log")
+        raise CheckpointRefused(
+            f"CRIU cannot capture this sandbox{why}" if answer else f"CRIU ended without an answer{why}",
+            kept="the sandbox runs on, and its earlier checkpoints are kept",
+        )
+    stats = _stats(images / "stats-dump")
+    frozen_s = (stats.get(1, 0) + stats.get(2, 0)) / 1e6  # freezing_time, frozen_time in µs
+    return {"dump_s": ended - begun - fs_s, "frozen_s": max(frozen_s, fs_s), "fs_s": fs_s}
 
 
 async def restore(
@@ -149,31 +136,115 @@ async def restore(
     agent: Path,
     cgroups: list[Path],
     work: Path,
+    before_resume: Callable[[], None] = lambda: None,
     timeout_s: float = 60.0,
 ) -> int:
     """Restore the images into `root` with a fresh network namespace; returns the pid of the container's init.
 
-    Raises `RestoreFailed` with CRIU's own reason.
+    `before_resume` is called in a thread when everything is restored and no process runs yet; if it raises, the restore
+    fails with that. Raises `RestoreFailed` with CRIU's own reason.
     """
-    pid_file = work / "init.pid"
-    pid_file.unlink(missing_ok=True)
     command = [str(keeper.program), "restore", "--root", str(root)]
     for folder in cgroups:
         command += ["--cgroup", str(folder)]
-    # fd[10]: the fresh network namespace
-    command += ["--", str(find_criu()), "restore", "-d", "-D", str(images), "-W", str(work), "-o", "restore.log", "-v1"]
-    command += ["--root", str(root), "--pidfile", str(pid_file), "--manage-cgroups=ignore", "--network-lock", "skip"]
-    command += ["--external", f"mnt[agent]:{agent}", "--external", "mnt[mask]:/dev/null"]
-    command += ["--inherit-fd", "fd[10]:extnet"]
-    command += ["--tcp-established", "--file-locks"]
+    failure: BaseException | None = None
+
+    async def notice(stage: bytes) -> bool:
+        nonlocal failure
+        if stage == b"pre-resume":
+            try:
+                await asyncio.to_thread(before_resume)
+            except Exception as error:
+                failure = error
+        return failure is None
+
+    work_fd = os.open(work, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # CRIU opens it by our /proc entry
     try:
-        code, output = await keeper.run(command, fds=(netns_fd,), deadline_s=timeout_s)
+        answer, output = await _ask(
+            keeper,
+            [*command, "--", str(find_criu())],
+            (netns_fd,),
+            _restore_request(images, root, agent, work_fd),
+            notice,
+            timeout_s,
+        )
     except TimeoutError:
         raise RestoreFailed(f"CRIU did not finish the restore within {timeout_s:.0f} s") from None
-    if code:
-        why = _reason(work / "restore.log", output)
-        raise RestoreFailed(f"CRIU cannot restore the images in {images} (exit {code}){why}")
-    return int(pid_file.read_text())
+    finally:
+        os.close(work_fd)
+    if failure is not None:
+        raise failure
+    if not answer.get(2):
+        raise RestoreFailed(f"CRIU cannot restore the images in {images}{_reason(work / 'restore.log', output)}")
+    inner = answer.get(4)
+    pid = decode(inner).get(1) if isinstance(inner, bytes) else None
+    if not isinstance(pid, int):
+        raise RestoreFailed(f"CRIU does not say what it restored from {images}")
+    return pid
+
+
+async def _ask(
+    keeper: Keeper,
+    command: list[str],
+    fds: tuple[int, ...],
+    request: bytes,
+    notice: Callable[[bytes], Awaitable[bool]],
+    timeout_s: float,
+) -> tuple[dict[int, int | bytes], str]:
+    """One request to a `criu swrk` that `command` starts with `fds` as descriptors 10, 11, …
+
+    `notice` is awaited at every stage that CRIU reports and says whether to go on. Returns the fields of the answer,
+    empty if CRIU ended without one, and what the helper printed. Raises `TimeoutError`.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    line = [*command, "swrk", str(10 + len(fds))]
+    helper = asyncio.create_task(keeper.run(line, fds=(*fds, theirs.fileno()), deadline_s=timeout_s))
+    answer: dict[int, int | bytes] = {}
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.sleep(0)  # the helper's request takes its own copy of the descriptor
+            with suppress(ConnectionError):  # the helper ended before CRIU began: its output says why
+                await loop.sock_sendall(ours, request)
+                theirs.close()
+                while data := await loop.sock_recv(ours, 1 << 16):
+                    fields = decode(data)
+                    if fields.get(1) != _NOTIFY:
+                        answer = fields
+                        break
+                    inner = fields.get(5)
+                    stage = decode(inner).get(1) if isinstance(inner, bytes) else None
+                    good = await notice(stage if isinstance(stage, bytes) else b"")
+                    await loop.sock_sendall(ours, _varint(1, _NOTIFY) + _varint(3, int(good)))
+    finally:
+        theirs.close()
+        ours.close()  # ends `criu swrk`, which lets the processes go on
+        done = (await asyncio.gather(helper, return_exceptions=True))[0]
+    return answer, "" if isinstance(done, BaseException) else done[1]
+
+
+def _restore_request(images: Path, root: Path, agent: Path, work_fd: int) -> bytes:
+    options = b"".join(
+        [
+            _varint(1, -1),
+            _varint(5, 1),  # tcp_established
+            _varint(8, 1),  # file_locks
+            _varint(9, 1),  # log_level: errors
+            _bytes(10, b"restore.log"),
+            _varint(12, 1),  # notify_scripts
+            _bytes(13, os.fsencode(root)),
+            _varint(17, work_fd),
+            _varint(24, 1),  # manage_cgroups …
+            _bytes(27, _bytes(1, b"extnet") + _varint(2, 10)),  # inherit_fd: the fresh network namespace
+            _varint(34, 0),  # … in mode IGNORE
+            _bytes(37, b"mnt[agent]:" + os.fsencode(agent)),
+            _bytes(37, b"mnt[mask]:/dev/null"),
+            _varint(64, _NETWORK_LOCK_SKIP),
+            _bytes(68, os.fsencode(images)),
+        ]
+    )
+    return _varint(1, _RESTORE) + _bytes(2, options)
 
 
 def _dump_request(pid: int, images: Path, netns: int) -> bytes:
