@@ -99,6 +99,12 @@ class SandboxConfig(_Section):
     max_running: int = Field(default=64, ge=1, description="Sandboxes alive at once.")
     max_dumps: int = Field(default=2, ge=1, description="Checkpoints taken at once on this host.")
     images_bytes: int = Field(default=4 << 30, ge=64 << 20, description="Budget of memory-backed checkpoint images.")
+    checkpoints_bytes: int = Field(
+        default=64 << 30, ge=1 << 20, description="Budget of a run's checkpoint images in memory and on disk together."
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, description="How long closing waits for background writes (run.durability = host)."
+    )
 
 
 class PolicyConfig(_Section):

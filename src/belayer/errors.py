@@ -25,6 +25,7 @@ Every error says three things: what happened, what was kept, and what to do next
     │   ├── StaleSandbox        a handle of an earlier generation was used           (get the new handle)
     │   ├── CheckpointRefused   the state cannot be captured at the level asked for
     │   ├── CheckpointDamaged   images or manifest do not verify                    (an older one is used)
+    │   │   └── CheckpointUnfit made on a host whose process images this one cannot take over
     │   ├── RestoreFailed       a restore did not produce the checkpointed state    (nothing was activated)
     │   └── ImageError          a sandbox image is missing or cannot be unpacked
     └── RolloutFailed           one rollout ended without a trajectory; carries the *first* failure
@@ -156,6 +157,10 @@ class CheckpointRefused(SandboxError):
 
 class CheckpointDamaged(SandboxError):
     """A checkpoint's images or manifest do not verify."""
+
+
+class CheckpointUnfit(CheckpointDamaged):
+    """A checkpoint is whole, but this host cannot take over the process images of the one that made it."""
 
 
 class RestoreFailed(SandboxError):

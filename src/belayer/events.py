@@ -60,6 +60,8 @@ ROLLOUT_TRUNCATED = "rollout.truncated"  # position, action, reason
 GENERATE = "span.generate"  # turn, tokens, start (wall clock), wall_s
 EXEC = "span.exec"  # action, exit_code, start, wall_s
 CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, exposed_s (time the rollout waited for it)
+# emitted when a checkpoint's background write has ended: it survives a reboot from here on
+CHECKPOINT_DURABLE = "checkpoint.durable"  # id, bytes, wall_s
 
 # -- faults and recoveries ------------------------------------------------------------------------
 # subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves

@@ -35,6 +35,7 @@ _SNAP_DESTROY = _write(15, 4096)
 _SNAP_CREATE_V2 = _write(23, 4096)
 _SUBVOL_INFO_SIZE = 504
 _GET_SUBVOL_INFO = _read(60, _SUBVOL_INFO_SIZE)
+_WAIT_SYNC = _write(22, 8)
 _SUBVOL_GETFLAGS = _read(25, 8)
 _SUBVOL_SETFLAGS = _write(26, 8)
 _QUOTA_CTL = 3 << 30 | 16 << 16 | 0x94 << 8 | 40
@@ -141,6 +142,17 @@ def sync(path: Path) -> None:
             raise OSError(number, os.strerror(number), str(path))
     finally:
         os.close(fd)
+
+
+def wait_committed(subvolume: Path) -> None:
+    """Return when the disk has the transaction that last changed `subvolume`. Blocking.
+
+    That of a snapshot is committed, with the data of its source, before the call that makes it returns.
+    """
+    info = ctypes.create_string_buffer(_SUBVOL_INFO_SIZE)
+    _ioctl(subvolume, _GET_SUBVOL_INFO, info)
+    generation = struct.unpack_from("<Q", info.raw, 280)[0]
+    _ioctl(subvolume, _WAIT_SYNC, ctypes.create_string_buffer(struct.pack("<Q", generation), 8))
 
 
 def enable_quota(root: Path) -> bool:

@@ -1,20 +1,30 @@
-"""All checkpoints of one run: taking them, finding them, keeping within the budget, forgetting them."""
+"""All checkpoints of one run: taking them, finding them, keeping within the budgets, forgetting them."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
+from belayer import events
 from belayer.checkpoint.manifest import Manifest, ProcessState, Timings, read_manifest, write_manifest
+from belayer.checkpoint.retention import garbage
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, CheckpointRefused, SandboxLost, StorageFull
+from belayer.faults import failpoints
 from belayer.sandbox import _data
+from belayer.sandbox._here import check_fits, here
+from belayer.sandbox._image_files import describe_images, verify_images
 from belayer.sandbox._place import safe_name
 from belayer.sandbox._runtime import HOSTNAME, Runtime
+from belayer.sandbox._writer import Writer, describe_failure
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.store import storage_errors
 
@@ -34,6 +44,8 @@ class Checkpoints:
         chore: Callable[..., None],
         *,
         durable: bool,
+        running: Callable[[], Mapping[str, Sandbox]],
+        sink: events.EventSink,
     ) -> None:
         self.data = data
         self.keep = KEEP
@@ -42,12 +54,27 @@ class Checkpoints:
         self._config = config
         self._chore = chore
         self._durable = durable
+        self._running = running
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+        self.writer = Writer(data, self._tell_written)
+        self._pins: Counter[str] = Counter()
+        self._room = threading.Lock()
         self._turn = asyncio.Semaphore(config.max_dumps)
         self._known: dict[str, list[Manifest]] = {}
+        self._orphans: list[Manifest] = []  # to be deleted as soon as nothing needs them
         self._sequence = 0
         for manifest in data.manifests():
-            self._known.setdefault(manifest.sandbox, []).append(manifest)
             self._sequence = max(self._sequence, manifest.sequence)
+            if manifest.images and data.images(manifest.id) is None:
+                self._orphans.append(manifest)
+                how = f"checkpoint {manifest.id} was lost: its images were in memory only, and the host was restarted"
+                self._emit(manifest, events.FAULT_DETECTED, fault="checkpoint", how=how, checkpoint=manifest.id)
+            else:
+                self._known.setdefault(manifest.sandbox, []).append(manifest)
+        for group in self._known.values() if durable else ():
+            if group[-1].durability == "process":
+                self.writer.submit(group[-1])
 
     def of(self, name: str) -> list[Manifest]:
         """Published checkpoints of a sandbox, oldest first."""
@@ -62,11 +89,41 @@ class Checkpoints:
 
     async def forget(self, name: str) -> None:
         """Delete every checkpoint of a sandbox."""
-        for manifest in self._known.pop(name, []):
-            await asyncio.to_thread(self.data.remove, manifest.id)
+        self._orphans += self._known.pop(name, [])
+        for manifest in self._take_garbage():
+            await asyncio.to_thread(self._remove, manifest)
+
+    @contextmanager
+    def pinned(self, checkpoint_id: str) -> Iterator[None]:
+        """While the block lasts, the checkpoint is neither deleted nor moved."""
+        self._pins[checkpoint_id] += 1
+        try:
+            yield
+        finally:
+            self._pins[checkpoint_id] -= 1
+            if not self._pins[checkpoint_id]:
+                del self._pins[checkpoint_id]
+                self.collect()
+
+    def collect(self) -> None:
+        """Delete in the background what is not needed any more (see `checkpoint.retention`)."""
+        for manifest in self._take_garbage():
+            self._chore(self._remove, manifest)
+
+    def drain(self) -> None:
+        """End the background writes, at the latest after `sandbox.drain_s` seconds. Blocking."""
+        left = self.writer.close(self._config.drain_s)
+        if left:
+            how = f"{len(left)} checkpoints were not written within sandbox.drain_s = {self._config.drain_s:g} s"
+            data = {"fault": "checkpoint", "how": how, "checkpoints": left}
+            self._sink(events.Event(kind=events.FAULT_DETECTED, subject="sandbox", data=data))
 
     def verify(self, manifest: Manifest) -> Any:
-        """Folder of the process images. Raises `CheckpointDamaged` unless both halves are as captured. Blocking."""
+        """Folder of the process images. Raises `CheckpointDamaged` unless both halves are as captured. Blocking.
+
+        Of the snapshot it is checked that nobody has changed it. That the disk returns what was written to it is for
+        the file system to check when it is read (btrfs does, with a checksum per block).
+        """
         folder = self.data.images(manifest.id)
         snapshot = self.data.snapshots / manifest.id
         if manifest.runtime != self._runtime.name:
@@ -74,13 +131,14 @@ class Checkpoints:
                 f"checkpoint {manifest.id} was taken by runtime {manifest.runtime}, this is {self._runtime.name}",
                 next_step=f'set sandbox.runtime = "{manifest.runtime}"',
             )
+        check_fits(manifest)
         if folder is None:
             raise CheckpointDamaged(f"the process images of checkpoint {manifest.id} are gone")
         if not snapshot.is_dir():
             raise CheckpointDamaged(f"the file-system snapshot of checkpoint {manifest.id} is gone")
         if self.data.store.trees.identity(snapshot) != manifest.fs_identity:
             raise CheckpointDamaged(f"the file-system snapshot of checkpoint {manifest.id} was changed")
-        _data.verify_images(folder, manifest.images)
+        verify_images(folder, manifest.images)
         return folder
 
     # -- taking one ----------------------------------------------------------------------------------------------------
@@ -95,12 +153,12 @@ class Checkpoints:
         self._sequence += 1
         sequence = self._sequence
         checkpoint_id = f"{safe_name(sandbox.name)}-g{sandbox.generation}-{sequence}-{secrets.token_hex(3)}"
-        async with self._turn:
+        async with self._turn, self._undisturbed():
             self.dumping += 1
             try:
                 times, netns = await self._dump(sandbox, checkpoint_id)
                 folder = self.data.memory / checkpoint_id
-                files = await asyncio.to_thread(_data.describe_images, folder)
+                files = await asyncio.to_thread(describe_images, folder)
                 manifest = Manifest(
                     id=checkpoint_id,
                     sandbox=sandbox.name,
@@ -125,27 +183,33 @@ class Checkpoints:
                     image_bytes=sum(file.size for file in files.values()),
                     timings=Timings(**times, total_s=time.perf_counter() - begun),
                     runtime=self._runtime.name,
+                    host=here() if files else None,
                 )
+                failpoints.hit("checkpoint.publish.captured")
                 with storage_errors("no manifest could be written"):
                     path = self.data.manifest_path(checkpoint_id)
-                    await asyncio.to_thread(write_manifest, path, manifest, durable=self._durable)
+                    await _to_its_end(write_manifest, path, manifest, durable=self._durable)
             except BaseException:
                 # nothing half-made stays, not even when this task is being cancelled
                 await asyncio.shield(asyncio.to_thread(self.data.remove, checkpoint_id))
                 raise
             finally:
                 self.dumping -= 1
-        known = self._known.setdefault(sandbox.name, [])
-        known.append(manifest)
-        for old in known[: -self.keep]:
-            known.remove(old)
-            self._chore(self.data.remove, old.id)
+        self._known.setdefault(sandbox.name, []).append(manifest)
+        if self._durable:
+            self.writer.submit(manifest)
+        self.collect()
         return manifest
+
+    @asynccontextmanager
+    async def _undisturbed(self) -> AsyncIterator[None]:
+        with self.writer.foreground():
+            yield
 
     async def _dump(self, sandbox: Sandbox, checkpoint_id: str) -> tuple[dict[str, float], int]:
         folder = self.data.memory / checkpoint_id
         snapshot = self.data.snapshots / checkpoint_id
-        await asyncio.to_thread(self._make_room, sandbox)
+        await asyncio.to_thread(self._make_room_alone, sandbox)
         try:
             netns = os.stat(f"/proc/{sandbox.init_pid}/ns/net").st_ino
             folder.mkdir(mode=0o700)
@@ -154,7 +218,7 @@ class Checkpoints:
 
         async def while_frozen() -> None:
             with storage_errors(f"no snapshot of sandbox {sandbox.name}"):
-                await asyncio.to_thread(self.data.store.trees.snapshot, sandbox.place.tree, snapshot)
+                await _to_its_end(self.data.store.trees.snapshot, sandbox.place.tree, snapshot)
 
         try:
             times = await self._runtime.dump(
@@ -179,18 +243,30 @@ class Checkpoints:
             raise SandboxLost(f"sandbox {sandbox.name} died while it was checkpointed")
         return times, netns
 
+    def _make_room_alone(self, sandbox: Sandbox) -> None:
+        with self._room:
+            self._make_room(sandbox)
+
     def _make_room(self, sandbox: Sandbox) -> None:
         """Keep within the budget of memory-backed images: the oldest ones go to disk. Blocking."""
         self.data.store.check_room()
-        everything = sorted((m for group in list(self._known.values()) for m in group), key=lambda m: m.sequence)
-        held = [manifest for manifest in everything if (self.data.memory / manifest.id).is_dir()]
+        everything = [m for group in list(self._known.values()) for m in list(group)] + list(self._orphans)
+        held = [manifest for manifest in everything if self.data.in_memory(manifest.id)]
         used = sum(manifest.image_bytes for manifest in held)
+        # those that the background writer has copied cost nothing to let go
+        held.sort(key=lambda m: (not self.data.on_disk(m.id), m.sequence))
+        held = [manifest for manifest in held if manifest.id not in self._pins]
         wanted = sandbox.resident_bytes() + _SLACK
         room = os.statvfs(self.data.memory)
         free = room.f_bavail * room.f_frsize - SHM_RESERVE
         while held and (used + wanted > self._config.images_bytes or wanted > free):
             oldest = held.pop(0)
-            self.data.to_disk(oldest.id)
+            try:
+                self.data.to_disk(oldest.id)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                break  # neither has the disk room
             used -= oldest.image_bytes
             free += oldest.image_bytes
         if wanted > free or wanted > self._config.images_bytes:
@@ -200,3 +276,56 @@ class Checkpoints:
                 kept="the sandbox and its earlier checkpoints",
                 next_step="free memory, enlarge /dev/shm or raise sandbox.images_bytes",
             )
+
+    # -- letting go ----------------------------------------------------------------------------------------------------
+    def _take_garbage(self) -> list[Manifest]:
+        """What is to be deleted now; nobody finds it any more."""
+        running = self._running()
+        pinned = set(self._pins)
+        for sandbox in running.values():
+            # a fork, or a restored one, has nothing else to come back from until it has a checkpoint of its own
+            own = self._known.get(sandbox.name, [])
+            if sandbox.parent and not any(m.generation == sandbox.generation for m in own):
+                pinned.add(sandbox.parent)
+        dead = garbage(
+            self._known, keep=self.keep, pinned=pinned, running=set(running), budget=self._config.checkpoints_bytes
+        )
+        for manifest in dead:
+            self._known[manifest.sandbox].remove(manifest)
+        dead += [manifest for manifest in self._orphans if manifest.id not in pinned]
+        self._orphans = [manifest for manifest in self._orphans if manifest.id in pinned]
+        return dead
+
+    def _remove(self, manifest: Manifest) -> None:
+        if not self.data.remove(manifest.id):  # being exported
+            self._orphans.append(manifest)
+
+    # -- the background write; its thread calls the first of these -----------------------------------------------------
+    def _tell_written(
+        self, manifest: Manifest, written: Manifest | None, failure: Exception | None, wall_s: float
+    ) -> None:
+        with suppress(RuntimeError):  # the loop has ended: nobody waits to hear of it
+            self._loop.call_soon_threadsafe(self._written, manifest, written, failure, wall_s)
+
+    def _written(self, manifest: Manifest, written: Manifest | None, failure: Exception | None, wall_s: float) -> None:
+        if failure is not None:
+            how = describe_failure(manifest, failure)
+            self._emit(manifest, events.FAULT_DETECTED, fault="checkpoint", how=how, checkpoint=manifest.id)
+        elif written is not None:
+            group = self._known.get(manifest.sandbox, [])
+            group[:] = [written if m.id == written.id else m for m in group]
+            self._emit(manifest, events.CHECKPOINT_DURABLE, id=manifest.id, bytes=manifest.image_bytes, wall_s=wall_s)
+            self.collect()
+
+    def _emit(self, manifest: Manifest, kind: str, **data: Any) -> None:
+        self._sink(events.Event(kind=kind, subject=manifest.rollout or manifest.sandbox, data=data))
+
+
+async def _to_its_end(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`to_thread`; when the caller is cancelled it still waits: what the thread makes is then there to be removed."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

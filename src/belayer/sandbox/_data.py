@@ -2,7 +2,9 @@
 
     <run>/checkpoints/run_id               names the run in the two places below
     <run>/checkpoints/<id>.json            manifests; a checkpoint exists when this does
-    <run>/checkpoints/images/<id>/         process images on disk: moved here by `close()` and by the reaper
+    <run>/checkpoints/images/<id>/         process images on disk: moved here by `close()` and by the reaper, copied by
+                                           the background writer; complete when the folder has this name
+    <run>/checkpoints/pins/<id>            see `_pins`
     /dev/shm/belayer/data-<run id>/<id>/   process images in memory, while the run is alive or was killed
     <store>/runs-data/<run id>/<id>        file-system snapshots
 
@@ -13,18 +15,19 @@ whose folder is gone, or holds another run id, is garbage: `settle` deletes it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 import shutil
+import threading
 from pathlib import Path
 
-import google_crc32c
-
-from belayer.checkpoint.manifest import ImageFile, Manifest, read_manifest
+from belayer.checkpoint.manifest import Manifest, read_manifest
 from belayer.errors import CheckpointDamaged
+from belayer.faults import failpoints
 from belayer.ownership import labels
-from belayer.sandbox import _claims
+from belayer.sandbox import _claims, _pins
 from belayer.sandbox.store import Store, remove_tree
 
 PREFIX = "data-"
@@ -53,6 +56,8 @@ class RunData:
         except BaseException:
             os.close(self._memory_lock)
             raise
+        # held by the thread that gives a checkpoint's parts their names, or takes them away
+        self.publishing = threading.Lock()
         self._open = True
 
     def manifest_path(self, checkpoint_id: str) -> Path:
@@ -75,39 +80,71 @@ class RunData:
                 return place / checkpoint_id
         return None
 
-    def remove(self, checkpoint_id: str) -> None:
-        """Delete one checkpoint: the manifest first, so that no half of it can be restored."""
-        self.manifest_path(checkpoint_id).unlink(missing_ok=True)
+    def remove(self, checkpoint_id: str) -> bool:
+        """Delete one checkpoint: the manifest first, so that no half of it can be restored.
+
+        False: another process reads it just now (see `_pins`), and it was not touched.
+        """
+        with self.publishing, _pins.unpinned(self.checkpoints, checkpoint_id) as free:
+            if not free:
+                return False
+            self.manifest_path(checkpoint_id).unlink(missing_ok=True)
+        failpoints.hit("checkpoint.remove.manifest")
         for place in (self.memory, self.disk):
             shutil.rmtree(place / checkpoint_id, ignore_errors=True)
+        failpoints.hit("checkpoint.remove.images")
         remove_tree(self.snapshots / checkpoint_id)
+        return True
 
     def to_disk(self, checkpoint_id: str) -> None:
-        """Move one checkpoint's images from memory to disk."""
-        _move(self.memory / checkpoint_id, self.disk / checkpoint_id)
+        """Move one checkpoint's images from memory to disk. Raises `OSError`; they are then still in memory."""
+        _move(self.memory / checkpoint_id, self.disk / checkpoint_id, self.publishing)
+
+    def on_disk(self, checkpoint_id: str) -> bool:
+        """Are its images on disk (also)?"""
+        return (self.disk / checkpoint_id).is_dir()
+
+    def in_memory(self, checkpoint_id: str) -> bool:
+        """Are its images in memory (also)?"""
+        return (self.memory / checkpoint_id).is_dir()
 
     def collect_garbage(self) -> None:
-        """Delete images and snapshots without a manifest: what a killed process was about to publish."""
+        """Delete what has no manifest: what a killed process was about to publish, or had begun to delete."""
         known = {path.stem for path in self.checkpoints.glob("*.json")}
         for place in (self.memory, self.disk, self.snapshots):
             for entry in list(place.iterdir()) if place.is_dir() else []:
                 if entry.is_dir() and entry.name not in known:
                     remove_tree(entry) if place == self.snapshots else shutil.rmtree(entry, ignore_errors=True)
+        for unpublished in self.checkpoints.glob("*.tmp"):
+            unpublished.unlink(missing_ok=True)
+        _pins.forget_unknown(self.checkpoints, known)
 
-    def close(self) -> None:
-        """Move what remains to disk, or, when nothing remains, delete every trace outside the run's directory."""
+    def close(self) -> list[str]:
+        """Move what remains to disk, or, when nothing remains, delete every trace outside the run's directory.
+
+        Images that the disk has no room for stay in memory, where the next process finds them; returned are sentences
+        about them.
+        """
         if not self._open:
-            return
+            return []
         self._open = False
         self.collect_garbage()
+        stay = []
         for manifest in self.manifests():
-            if (self.memory / manifest.id).is_dir():
-                self.to_disk(manifest.id)
+            if self.in_memory(manifest.id):
+                try:
+                    self.to_disk(manifest.id)
+                except OSError as error:
+                    stay.append(f"the images of checkpoint {manifest.id} stay in {self.memory}: {error}")
         if any(entry.is_dir() for entry in self.snapshots.iterdir()):
             os.close(self._store_lock)
         else:
             _claims.release(self.snapshots, self._store_lock)
-        _claims.release(self.memory, self._memory_lock)
+        if stay:
+            os.close(self._memory_lock)
+        else:
+            _claims.release(self.memory, self._memory_lock)
+        return stay
 
 
 def settle() -> list[str]:
@@ -118,12 +155,24 @@ def settle() -> list[str]:
             if not dead:
                 continue
             checkpoints = _owner(memory, memory.name.removeprefix(PREFIX))
-            for entry in [e for e in memory.iterdir() if e.is_dir()] if checkpoints else []:
-                if checkpoints and (checkpoints / f"{entry.name}.json").exists():
-                    _move(entry, checkpoints / "images" / entry.name)
+            stay = _settle(memory, checkpoints) if checkpoints else ""
+            if stay:
+                done.append(stay)
+                continue
             _claims.delete_dead(memory)
             done.append(f"{memory} ({f'moved to {checkpoints}' if checkpoints else 'deleted'})")
     return done
+
+
+def _settle(memory: Path, checkpoints: Path) -> str:
+    """Move what has a manifest. Says why it cannot all be moved: then it stays, until there is room."""
+    for entry in [entry for entry in memory.iterdir() if entry.is_dir()]:
+        if (checkpoints / f"{entry.name}.json").exists():
+            try:
+                _move(entry, checkpoints / "images" / entry.name, threading.Lock())
+            except OSError as error:
+                return f"{memory} stays, its images cannot be moved to {checkpoints}: {error}"
+    return ""
 
 
 def settle_store(store: Store) -> list[str]:
@@ -142,43 +191,31 @@ def settle_store(store: Store) -> list[str]:
     return done
 
 
-def describe_images(folder: Path) -> dict[str, ImageFile]:
-    """Size and checksum of each image file."""
-    return {path.name: _describe(path) for path in sorted(folder.iterdir()) if _is_image(path)}
-
-
-def verify_images(folder: Path, expected: dict[str, ImageFile]) -> None:
-    """Raises `CheckpointDamaged` unless the folder holds exactly the expected files with the expected content."""
-    names = {path.name for path in folder.iterdir() if _is_image(path)}
-    if names != set(expected):
-        raise CheckpointDamaged(f"{folder}: image files are missing or foreign: {sorted(names ^ set(expected))[:4]}")
-    for name, file in expected.items():
-        if _describe(folder / name) != file:
-            raise CheckpointDamaged(f"{folder / name} is not what was written: size or checksum differ")
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix == ".img"
-
-
-def _describe(path: Path) -> ImageFile:
-    checksum = size = 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 22):
-            checksum = google_crc32c.extend(checksum, block)
-            size += len(block)
-    return ImageFile(size, checksum)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Across file systems, so that `target` appears complete or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(source, fresh)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(fresh, target)
+def _move(source: Path, target: Path, publishing: threading.Lock) -> None:
+    """Across file systems, so that `target` appears complete or not at all; `source` stays when that fails."""
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}.move.tmp")
+        try:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.copytree(source, fresh)
+            failpoints.hit("checkpoint.move.copied")
+            with publishing:
+                if not target.is_dir():
+                    os.replace(fresh, target)
+        except shutil.Error as error:
+            raise _first_cause(error) from error
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        failpoints.hit("checkpoint.move.renamed")
     shutil.rmtree(source, ignore_errors=True)
+
+
+def _first_cause(error: shutil.Error) -> OSError:
+    """`copytree` collects the failures of single files, as texts only; its caller needs to know of a full disk."""
+    reasons = [str(item[2]) for item in error.args[0]]
+    number = errno.ENOSPC if any("[Errno 28]" in reason for reason in reasons) else errno.EIO
+    return OSError(number, reasons[0])
 
 
 def _owner(folder: Path, run_id: str) -> Path | None:

@@ -64,7 +64,15 @@ class Sandboxes:
         self._networks = Spares()
         self._keeper = self._start_keeper()
         self._runtime = _runtime_of(config, label, lambda: self._keeper)
-        self.checkpoints = Checkpoints(data, self._runtime, config, self._chore, durable=durable)
+        self.checkpoints = Checkpoints(
+            data,
+            self._runtime,
+            config,
+            self._chore,
+            durable=durable,
+            running=lambda: self._sandboxes,
+            sink=sink,
+        )
         for name in self.checkpoints.names():
             self._generations[name] = max(manifest.generation for manifest in self.checkpoints.of(name))
 
@@ -126,6 +134,10 @@ class Sandboxes:
         Raises `CheckpointDamaged` (nothing was touched), `RestoreFailed` (the old container is gone, nothing was
         activated), `StorageFull`.
         """
+        with self.checkpoints.pinned(checkpoint_id), self.checkpoints.writer.foreground():
+            return await self._restore_pinned(name, checkpoint_id)
+
+    async def _restore_pinned(self, name: str, checkpoint_id: str) -> Sandbox:
         try:
             return await self._restore(name, checkpoint_id)
         except StorageFull:
@@ -180,7 +192,8 @@ class Sandboxes:
         manifest = await sandbox.checkpoint(action=0, rollout="fork")
         tag = secrets.token_hex(3)
         forks = [self.restore(f"{sandbox.name}-{tag}-{i}", manifest.id) for i in range(n)]
-        done = await asyncio.gather(*forks, return_exceptions=True)
+        with self.checkpoints.pinned(manifest.id):
+            done = await asyncio.gather(*forks, return_exceptions=True)
         failed = next((item for item in done if isinstance(item, BaseException)), None)
         made = [item for item in done if isinstance(item, Sandbox)]
         if failed is not None:
@@ -229,7 +242,8 @@ class Sandboxes:
             self._networks.close,
             self._runtime.close,
             lambda: asyncio.to_thread(self._places.remove),
-            lambda: asyncio.to_thread(self.checkpoints.data.close),
+            lambda: asyncio.to_thread(self.checkpoints.drain),
+            self._close_data,
             self._keeper.close,
             lambda: asyncio.to_thread(self.store.close),
             lambda: asyncio.to_thread(criu.forget_kernel_features),
@@ -240,6 +254,11 @@ class Sandboxes:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+    async def _close_data(self) -> None:
+        for how in await asyncio.to_thread(self.checkpoints.data.close):
+            data = {"fault": "checkpoint", "how": how}
+            self._sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
 
     async def retire(self, sandbox: Sandbox) -> None:
         """Kill one container now; its remains are removed in the background. Its checkpoints stay."""
