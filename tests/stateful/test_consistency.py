@@ -36,6 +36,7 @@ from belayer.recovery.breaker import CircuitBreaker
 from belayer.rollout import Trajectory
 from belayer.run import Run
 from belayer.sandbox import ExecResult
+from belayer.verify import verify_run
 
 pytestmark = pytest.mark.stateful
 
@@ -351,6 +352,8 @@ def test_delivered_rollouts_describe_their_environment(sessions, policy, turns, 
         assert [t.rollout_id for t in delivered] == ["t-0-0", "t-0-1", "t-1-0", "t-1-1"]
         histories = Journal(folder / "journal").histories
         assert len(histories) == 4 and all(history.acknowledged for history in histories.values())
+        verdict = verify_run(folder)  # other code, which knows nothing of how it was recovered
+        assert verdict.consistent and verdict.delivered == 4, verdict.findings
         if any(history.truncations for history in histories.values()):
             event("a context was truncated")
         if kinds == ["a", "b", "c"]:

@@ -147,6 +147,30 @@ def show(
     return show_command(run, rollout)
 
 
+@app.command
+def verify(
+    run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo.")],
+    /,
+    *,
+    replay: Annotated[
+        int, Parameter(help="Execute so many finished rollouts again in new sandboxes, and compare what they observe.")
+    ] = 0,
+    seed: Annotated[int, Parameter(help="Which rollouts --replay draws.")] = 0,
+    json: Annotated[bool, Parameter(negative="", help="The same as JSON.")] = False,
+) -> int:
+    """Check from a run's journal that every trajectory describes what its environment did.
+
+    By other code than that which recovers runs: no action in a state nobody knows, no context that does not fit its
+    environment, nothing delivered that was not journalled. A run in progress may be checked. Exits with 1 when a
+    promise is broken, or when an action observes something else in a replay (as dates and process ids do).
+
+    Example: `belayer verify runs/shell_grpo --replay 20`
+    """
+    from belayer.cli.verify import verify_command
+
+    return verify_command(run, replay=replay, seed=seed, as_json=json)
+
+
 def main() -> None:
     """Entry point of the `belayer` command."""
     try:

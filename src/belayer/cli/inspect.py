@@ -14,7 +14,8 @@ from belayer.recovery.actions import action_of, describe, from_journal
 console = Console(highlight=False, soft_wrap=True)
 
 
-def _need_run(run: Path) -> None:
+def need_run(run: Path) -> None:
+    """Raises `RunError` unless `run` is a run directory."""
     if not run.is_dir():
         raise RunError(f"{run} does not exist", next_step="check the path; runs are usually below runs/")
     if not (run / "run.json").is_file():
@@ -23,8 +24,8 @@ def _need_run(run: Path) -> None:
 
 def compare_command(run: Path, reference: Path) -> int:
     """Print the comparison; 0 if every common rollout has the same tokens and reward."""
-    _need_run(run)
-    _need_run(reference)
+    need_run(run)
+    need_run(reference)
     found = compare_runs(run, reference)
     console.print(
         f"{found.rollouts_identical} of {found.rollouts_compared} rollouts identical; "
@@ -39,7 +40,7 @@ def compare_command(run: Path, reference: Path) -> int:
 def report_command(run: Path, reference: Path | None) -> int:
     from belayer.observe import write_report, write_timeline
 
-    _need_run(run)
+    need_run(run)
     if not (run / "metrics.jsonl").is_file():
         raise RunError(
             f"{run} has no metrics.jsonl: only runs of `belayer train` record one",
@@ -53,7 +54,7 @@ def report_command(run: Path, reference: Path | None) -> int:
 
 
 def show_command(run: Path, rollout: str | None) -> int:
-    _need_run(run)
+    need_run(run)
     histories = read_histories(run / "journal")
     if rollout is None:
         _print_rollouts(histories)

@@ -109,7 +109,7 @@ class EnvironmentKeeper:
         self._spent = self._history.restores  # recoveries tried, also those that failed themselves
         self._deaths = (0, 0)  # (action, how often the environment died during it)
         self._restore_s = 0.03  # the last time to create or restore, for the policy
-        if self._history.calls and self._history.actions():
+        if any(call.kind == "action" for call in self._history.calls):  # also one that was only begun
             # this process has not made that sandbox: it is gone, or belongs to a driver that is
             self._lose(DRIVER_RESTARTED)
 
@@ -258,7 +258,7 @@ class EnvironmentKeeper:
             self.state = EnvironmentState.RECOVERING
             begun = time.perf_counter()
             try:
-                how, base, sandbox = await self._bring_back(target, fresh)
+                origin, base, sandbox = await self._bring_back(target, fresh)
                 phases["restore_s"] = time.perf_counter() - begun
                 mismatch = await self._replay(sandbox, base, target)
                 # looked at before a difference is believed: damage is no fault of the agent
@@ -275,7 +275,7 @@ class EnvironmentKeeper:
             target = mismatch - 1
         # not truncated here: a model turn may be appending to the context right now, and `act` is where none can be
         self._behind = target + 1 if target < self.completed else 0
-        self._activate(sandbox, how, base, target, why, phases, fresh=fresh)
+        self._activate(sandbox, origin, base, target, why, phases, fresh=fresh)
 
     def _spend(self, why: str) -> None:
         self._breaker.failure(why)
@@ -290,7 +290,7 @@ class EnvironmentKeeper:
         self._spent += 1
 
     async def _bring_back(self, target: int, fresh: bool) -> tuple[str, int, Sandbox]:
-        """(how, actions it holds, sandbox): from the newest usable checkpoint, else from the image."""
+        """(checkpoint, actions it holds, sandbox): from the newest usable checkpoint, else ("") from the image."""
         if not fresh:
             for checkpoint in reversed(self._history.checkpoints):
                 if checkpoint.k > target or checkpoint.context_hash != self._history.context_hash(checkpoint.k):
@@ -298,7 +298,7 @@ class EnvironmentKeeper:
                 try:
                     async with asyncio.timeout(self._config.restore_timeout_s):
                         sandbox = await self._sandboxes.restore(self.name, checkpoint.id)
-                    return "full restore", checkpoint.k, sandbox
+                    return checkpoint.id, checkpoint.k, sandbox
                 except (CheckpointDamaged, RestoreFailed) as error:
                     self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what, checkpoint=checkpoint.id)
                 except TimeoutError:
@@ -309,7 +309,7 @@ class EnvironmentKeeper:
                 sandbox = await self._sandboxes.create(self.name)
         except TimeoutError:
             raise SandboxLost(f"a new container took more than {self._config.restore_timeout_s:.0f} s") from None
-        return "new container", 0, sandbox
+        return "", 0, sandbox
 
     async def _replay(self, sandbox: Sandbox, base: int, target: int) -> int | None:
         """Apply actions base+1 … target; the number of the first one whose observation differs, or None."""
@@ -339,7 +339,7 @@ class EnvironmentKeeper:
         sandbox.accept()
 
     def _activate(
-        self, sandbox: Sandbox, how: str, base: int, target: int, why: str, phases: dict[str, float], *, fresh: bool
+        self, sandbox: Sandbox, origin: str, base: int, target: int, why: str, phases: dict[str, float], *, fresh: bool
     ) -> None:
         self.sandbox = sandbox
         sandbox.on_death(self._died)
@@ -351,7 +351,7 @@ class EnvironmentKeeper:
             EnvRestored,
             k=target,
             g=sandbox.generation,
-            checkpoint=self._history.checkpoints[-1].id if how == "full restore" else "",
+            checkpoint=origin,
             replayed=target - base,
             reason=why,
         )
@@ -359,7 +359,7 @@ class EnvironmentKeeper:
         self._emit(
             events.RECOVERED,
             what="sandbox",
-            how=how,
+            how="full restore" if origin else "new container",
             fault=why,
             phases={name: round(value, 6) for name, value in phases.items()},
             total_s=total,
