@@ -136,6 +136,9 @@ def test_killed_stopped_resumed_with_faults_equals_the_calm_run(config, tmp_path
     assert json.loads((calm / "summary.json").read_text())["ok"], text
     found = compare_runs(run, calm)
     assert found.same and found.rollouts_compared == 12, found
+    verdict = json.loads(output_of(belayer("verify", str(run), "--replay", "3", "--json")))
+    assert verdict["consistent"] and verdict["delivered"] == 12, verdict
+    assert verdict["replay"]["actions"] > 0 and not verdict["replay"]["differences"], verdict
     mine, theirs = (json.loads((x / "trainer" / "checkpoint-2" / "complete.json").read_text()) for x in (run, calm))
     assert mine["weights_digest"] == theirs["weights_digest"]
 
