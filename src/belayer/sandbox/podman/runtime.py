@@ -13,26 +13,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-from belayer.errors import BelayerError, CheckpointRefused, RestoreFailed, SandboxUnavailable
+from belayer.errors import BelayerError, CheckpointRefused, RestoreFailed, SandboxLost, SandboxUnavailable
 from belayer.ownership import RunLabel, labels
 from belayer.ownership.reap import CGROUP_ROOT, NETNS_DIR
 from belayer.sandbox import _cgroup, _loop, criu
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._place import Place
 from belayer.sandbox._runtime import CREATE_TIMEOUT_S, HOSTNAME
+from belayer.sandbox._session import Session
 from belayer.sandbox.podman._gate import gate
 from belayer.sandbox.podman._program import LIMITS, Podman
+from belayer.sandbox.podman._spec import Moved, keep_files, write_spec
 
 TIMEOUT_S = 60.0
-SPEC = "spec.img"  # among the process images: the specification that they belong to
 _CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE", "SETFCAP",
 )  # fmt: skip
@@ -60,6 +59,7 @@ class PodmanRuntime:
             raise SandboxUnavailable(f"container {place.key} did not start in {CREATE_TIMEOUT_S:.0f} s") from None
         if code:
             raise SandboxUnavailable(f"podman cannot start container {place.key}: {_words(output, code)}")
+        await _listening(place)
         return _pid(place)
 
     async def dump(
@@ -71,9 +71,14 @@ class PodmanRuntime:
         begun = time.perf_counter()
         # podman writes to its own folder; here that is the way to ours
         _link(bundle / "checkpoint", images)
+
+        async def freeze() -> None:
+            await while_frozen()
+            keep_files(bundle, images)
+
         try:
             async with gate(
-                self._keeper().program, place.root.parent / f"gate-{tag}", self._podman.folder / tag, while_frozen
+                self._keeper().program, place.root.parent / f"gate-{tag}", self._podman.folder / tag, freeze
             ) as at:
                 options = ["--leave-running", "--keep", "--tcp-established", "--file-locks", container]
                 command = self._podman.command("container", "checkpoint", *options, programs=at.programs)
@@ -89,7 +94,6 @@ class PodmanRuntime:
                     f"podman cannot capture this sandbox: {why}",
                     kept="the sandbox runs on, and its earlier checkpoints are kept",
                 )
-            shutil.copyfile(bundle / "config.json", images / SPEC)
             took = time.perf_counter() - begun
             frozen_s = criu.frozen_seconds(bundle / "stats-dump")
             return {"dump_s": took - at.seconds, "frozen_s": max(frozen_s, at.seconds), "fs_s": at.seconds}
@@ -103,8 +107,8 @@ class PodmanRuntime:
             container = _id(place)
             bundle = self._podman.bundle(container)
             _link(bundle / "checkpoint", images)
-            spec = json.loads((images / SPEC).read_text())
-            (bundle / "config.json").write_text(json.dumps(self._moved(spec, place, container)))
+            moved_to = Moved(place.root, place.agent, place.work, self._netns(place), self._cgroup(place, container))
+            write_spec(images, bundle, moved_to)
             options = ["--tcp-established", "--file-locks", container]
             await self._podman_step(place, "container", "restore", "--keep", *options)
         except (OSError, ValueError) as error:
@@ -163,26 +167,28 @@ class PodmanRuntime:
         options += ["--volume", f"{place.agent}:/run/agent:rprivate,nosuid,nodev,exec"]
         return [*options, "--rootfs", str(place.root), "/run/agent/init", "guest"]
 
-    def _moved(self, spec: dict[str, Any], place: Place, container: str) -> dict[str, Any]:
-        """The specification of the checkpointed container, for another place."""
-        spec["root"]["path"] = str(place.root)
-        spec["linux"]["cgroupsPath"] = f"/{_cgroup.ROOT}/{self._label.name}/{place.key}/libpod-{container}"
-        for namespace in spec["linux"]["namespaces"]:
-            if namespace["type"] == "network":
-                namespace["path"] = str(self._netns(place))
-        ours = {"/dev": f"{place.root}/dev", "/run/agent": str(place.agent)}
-        kept = []
-        for mount in spec["mounts"]:
-            if mount["destination"] in ours:
-                mount["source"] = ours[mount["destination"]]
-            elif mount["type"] == "bind":
-                continue  # podman adds its own small files again
-            kept.append(mount)
-        spec["mounts"] = kept
-        return spec
+    def _cgroup(self, place: Place, container: str) -> str:
+        return f"/{_cgroup.ROOT}/{self._label.name}/{place.key}/libpod-{container}"
 
     def _netns(self, place: Place) -> Path:
         return NETNS_DIR / f"{self._label.name}-{place.key}"
+
+
+async def _listening(place: Place) -> None:
+    """Wait for the init to serve its socket: podman is done when the program is started."""
+    session = Session(place.agent, place.key)
+    deadline = time.monotonic() + CREATE_TIMEOUT_S
+    try:
+        while True:
+            try:
+                await session.ping()
+                return
+            except SandboxLost as error:
+                if time.monotonic() > deadline:
+                    raise SandboxUnavailable(f"container {place.key} was started, but {error.what}") from error
+            await asyncio.sleep(0.002)
+    finally:
+        session.close()
 
 
 def _name_netns(path: Path, fd: int) -> None:
