@@ -50,8 +50,10 @@ class Places:
                 self._store.trees.make_root(source, place.tree, self.disk_bytes)
                 place.agent.mkdir()
                 self._store.trees.clone_file(self._init, place.agent / "init", 0o755)
-                # before anything runs there: a restored process is awake before `protect_agent`
-                self._store.trees.set_immutable(place.agent / "init", True)
+                (place.agent / "mask").touch(mode=0)
+                # before anything runs there
+                for file in ("init", "mask"):
+                    self._store.trees.set_immutable(place.agent / file, True)
             place.work.mkdir(parents=True, exist_ok=True)
             place.cgroup.make(memory_bytes=self._config.memory_bytes, pids=self._config.pids)
         except BaseException:
@@ -88,7 +90,7 @@ class Place:
         """
         self._trees.set_immutable(self.agent, True)
         found = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in os.scandir(self.agent)}
-        if found.keys() != {"init", "agent.sock"} or not stat.S_ISSOCK(found["agent.sock"]):
+        if found.keys() != {"init", "mask", "agent.sock"} or not stat.S_ISSOCK(found["agent.sock"]):
             raise SandboxLost(f"a process of sandbox {self.key} has tampered with the folder of its socket")
 
     def remove(self) -> None:
@@ -98,7 +100,7 @@ class Place:
         self._trees.remove_root(self.tree)  # may be mounted below the next one
         shutil.rmtree(self.work, ignore_errors=True)
         try:
-            for path in (self.agent, self.agent / "init"):
+            for path in (self.agent, self.agent / "init", self.agent / "mask"):
                 if os.path.lexists(path):
                     self._trees.set_immutable(path, False)
             shutil.rmtree(self.agent, ignore_errors=True)

@@ -29,7 +29,7 @@ from belayer.sandbox._keeper import Keeper
 MINIMUM = (4, 2)
 KERNEL_FEATURES = Path("/dev/shm/criu.kdat")
 GHOST_LIMIT = 512 << 20  # deleted files that are still open are stored up to this size
-# files below /proc that native/launch.c covers with the host's /dev/null, as far as the kernel has them
+# files below /proc that native/launch.c covers with an empty file, as far as the kernel has them
 MASKED = tuple(
     f"/proc/{name}"
     for name in ("keys", "timer_list", "sched_debug", "latency_stats", "kpagecount", "kpageflags", "vmallocinfo")
@@ -239,7 +239,7 @@ def _restore_request(images: Path, root: Path, agent: Path, work_fd: int) -> byt
             _bytes(27, _bytes(1, b"extnet") + _varint(2, 10)),  # inherit_fd: the fresh network namespace
             _varint(34, 0),  # … in mode IGNORE
             _bytes(37, b"mnt[agent]:" + os.fsencode(agent)),
-            _bytes(37, b"mnt[mask]:/dev/null"),
+            _bytes(37, b"mnt[mask]:" + os.fsencode(agent / "mask")),
             _varint(64, _NETWORK_LOCK_SKIP),
             _bytes(68, os.fsencode(images)),
         ]

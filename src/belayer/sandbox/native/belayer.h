@@ -22,8 +22,8 @@
 #define AGENT_DIR "/run/agent"
 #define AGENT_SOCKET "/run/agent/agent.sock"
 #define LISTEN_FD 3
-/* covered by the host's /dev/null; criu.py names the same ones to CRIU as external mounts. Each costs half a millisecond
- * of every dump and restore, so the list holds what uid 0 may read without any capability and what tells of the host */
+/* covered by an empty file; criu.py names the same ones to CRIU as external mounts. Each costs half a millisecond of every
+ * dump and restore, so the list holds what uid 0 may read without any capability and what tells of the host */
 #define MASKED_PATHS \
     "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats", "/proc/kpagecount", \
     "/proc/kpageflags", "/proc/vmallocinfo"

@@ -97,15 +97,16 @@ static void drop_capabilities(void) {
 /* Files below /proc that tell of the host's memory, devices and keys, and that uid 0 may read without any capability. */
 static const char *const masked[] = {MASKED_PATHS};
 
-static void mask(int null) {
+/* Each is covered by the file `mask` of the container's own agent folder: empty, without permissions and immutable. Not by
+ * the host's /dev/null: CRIU restores such mounts writable, and then uid 0 could change the mode of the host's device. */
+static void mask(int agent) {
+    int fd = openat(agent, "mask", O_PATH | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 && errno == ENOENT) return; /* the trial container of `belayer doctor` */
+    if (fd < 0) die("cannot open the mask");
     char source[64];
-    snprintf(source, sizeof source, "/proc/self/fd/%d", null);
-    for (unsigned i = 0; i < sizeof masked / sizeof *masked; i++) {
-        if (access(masked[i], F_OK)) continue; /* this kernel does not have it */
-        if (mount(source, masked[i], NULL, MS_BIND, NULL) ||
-            mount(NULL, masked[i], NULL, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL))
-            die("cannot mask %s", masked[i]);
-    }
+    snprintf(source, sizeof source, "/proc/self/fd/%d", fd);
+    for (unsigned i = 0; i < sizeof masked / sizeof *masked; i++)
+        if (!access(masked[i], F_OK) && mount(source, masked[i], NULL, MS_BIND, NULL)) die("cannot mask %s", masked[i]);
 }
 
 static void ensure_dir(const char *path) {
@@ -117,8 +118,6 @@ static void become_init(const struct options *o) {
     setsid();
     int agent = open(o->agent, O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (agent < 0) die("cannot open %s", o->agent);
-    int host_null = open("/dev/null", O_PATH | O_CLOEXEC);
-    if (host_null < 0) die("the host has no /dev/null");
     if (chdir(o->root)) die("cannot enter %s", o->root);
     if (syscall(SYS_pivot_root, ".", ".")) die("cannot make %s the root", o->root);
     /* from here "/" is the new root, and the old one lies over it until it is detached below */
@@ -129,7 +128,7 @@ static void become_init(const struct options *o) {
     ensure_dir(AGENT_DIR);
     /* read-only: /proc/sys and /proc/sysrq-trigger obey uid 0 even without capabilities */
     if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY, NULL)) die("no /proc");
-    mask(host_null);
+    mask(agent);
     if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620"))
         die("no /dev/pts");
     char source[64];
