@@ -1,12 +1,13 @@
 # make run     sets everything up and trains a small model in real sandboxes while faults are injected
 # make test    sets everything up, checks style and types, runs all tests
+# make setup-podman   what the second sandbox runtime needs, for those who must use it
 # make bench   the worker and the environment recovery benchmarks, quick form
 
 SHELL := /bin/bash
 BIN := .venv/bin
 ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E)
 
-.PHONY: run test setup lint bench doctor clean
+.PHONY: run test setup setup-podman lint bench doctor clean
 
 run: setup
 	$(ROOT) $(BIN)/belayer train examples/shell_grpo.toml --inject --reference
@@ -16,6 +17,9 @@ test: setup lint
 
 setup:
 	@scripts/setup.sh
+
+setup-podman: setup
+	@scripts/setup_podman.sh
 
 lint: setup
 	$(BIN)/python -m ruff check .
