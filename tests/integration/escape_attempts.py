@@ -68,7 +68,7 @@ def written(path, text):
         os.close(fd)
 
 
-# -- system calls ----------------------------------------------------------------------------------------------------
+# -- system calls ------------------------------------------------------------------------------------------------------
 os.makedirs("/tmp/m", exist_ok=True)
 for kind in (b"tmpfs", b"proc", b"sysfs", b"cgroup", b"cgroup2", b"debugfs", b"devtmpfs", b"overlay"):
     call("mount", b"none", b"/tmp/m", kind, 0, b"", label=f"mount {kind.decode()}")
@@ -78,8 +78,16 @@ call("umount2", b"/proc/keys", 2, label="umount a mask")
 call("umount2", b"/proc", 2)
 call("pivot_root", b"/tmp", b"/tmp/m")
 call("chroot", b"/tmp")
-for flag, what in ((0x10000000, "user"), (0x20000, "mount"), (0x20000000, "pid"), (0x40000000, "net"), (0x8000000, "ipc"),
-                   (0x4000000, "uts"), (0x2000000, "cgroup"), (0x80, "time")):  # fmt: skip
+for flag, what in (
+    (0x10000000, "user"),
+    (0x20000, "mount"),
+    (0x20000000, "pid"),
+    (0x40000000, "net"),
+    (0x8000000, "ipc"),
+    (0x4000000, "uts"),
+    (0x2000000, "cgroup"),
+    (0x80, "time"),
+):
     call("unshare", flag, label=f"unshare {what}")
     if flag > 0xFF:
         call("clone", flag | 17, 0, 0, 0, 0, label=f"clone {what}")
@@ -129,8 +137,14 @@ call("landlock_create_ruleset", None, 0, 1)
 call("memfd_secret", 0)
 call("futuristic")
 
-# -- devices ---------------------------------------------------------------------------------------------------------
-for name, mode, device in (("disk", 0o60600, (7, 0)), ("mem", 0o20600, (1, 1)), ("kmsg", 0o20600, (1, 11)), ("fuse", 0o20600, (10, 229)), ("null", 0o20600, (1, 3))):  # fmt: skip
+# -- devices -----------------------------------------------------------------------------------------------------------
+for name, mode, device in (
+    ("disk", 0o60600, (7, 0)),
+    ("mem", 0o20600, (1, 1)),
+    ("kmsg", 0o20600, (1, 11)),
+    ("fuse", 0o20600, (10, 229)),
+    ("null", 0o20600, (1, 3)),
+):
     record(f"mknod {name}", lambda n=name, m=mode, d=device: os.mknod(f"/tmp/{n}", m, os.makedev(*d)) or 0)
 for name in ("mem", "kmsg", "port", "loop0", "loop-control", "sda", "vda", "fuse", "kvm", "net/tun", "mapper/control"):
     record(f"open /dev/{name}", lambda n=name: opened(f"/dev/{n}"))
@@ -141,43 +155,78 @@ for node in sorted(os.listdir("/srv/planted") if os.path.isdir("/srv/planted") e
 
 # -- /proc, /sys, sockets ----------------------------------------------------------------------------------------------
 for path, text in (
-    ("/proc/sys/kernel/core_pattern", b"|/tmp/x"), ("/proc/sys/kernel/panic", b"1"), ("/proc/sys/kernel/modprobe", b"/x"),
-    ("/proc/sys/vm/drop_caches", b"3"), ("/proc/sys/fs/binfmt_misc/register", b":x:"), ("/proc/sysrq-trigger", b"h"),
-    ("/proc/1/mem", b"x"), ("/proc/self/oom_score_adj", b"-1000"), ("/proc/self/uid_map", b"0 0 1"),
-    ("/proc/self/attr/current", b"x"), ("/proc/irq/default_smp_affinity", b"1"), ("/proc/mtrr", b"x"),
-    ("/sys/fs/cgroup/release_agent", b"/x"), ("/sys/kernel/uevent_helper", b"/x"), ("/sys/power/state", b"mem"),
-):  # fmt: skip
+    ("/proc/sys/kernel/core_pattern", b"|/tmp/x"),
+    ("/proc/sys/kernel/panic", b"1"),
+    ("/proc/sys/kernel/modprobe", b"/x"),
+    ("/proc/sys/vm/drop_caches", b"3"),
+    ("/proc/sys/fs/binfmt_misc/register", b":x:"),
+    ("/proc/sysrq-trigger", b"h"),
+    ("/proc/1/mem", b"x"),
+    ("/proc/self/oom_score_adj", b"-1000"),
+    ("/proc/self/uid_map", b"0 0 1"),
+    ("/proc/self/attr/current", b"x"),
+    ("/proc/irq/default_smp_affinity", b"1"),
+    ("/proc/mtrr", b"x"),
+    ("/sys/fs/cgroup/release_agent", b"/x"),
+    ("/sys/kernel/uevent_helper", b"/x"),
+    ("/sys/power/state", b"mem"),
+):
     record(f"write {path}", lambda p=path, t=text: written(p, t))
-for path in ("/proc/kcore", "/proc/kmsg", "/proc/keys", "/proc/timer_list", "/proc/kpageflags", "/proc/kpagecount",
-             "/proc/vmallocinfo", "/proc/sched_debug", "/proc/latency_stats", "/sys/kernel/debug/tracing/trace",
-             "/sys/firmware/acpi/tables/DSDT"):  # fmt: skip
+for path in (
+    "/proc/kcore",
+    "/proc/kmsg",
+    "/proc/keys",
+    "/proc/timer_list",
+    "/proc/kpageflags",
+    "/proc/kpagecount",
+    "/proc/vmallocinfo",
+    "/proc/sched_debug",
+    "/proc/latency_stats",
+    "/sys/kernel/debug/tracing/trace",
+    "/sys/firmware/acpi/tables/DSDT",
+):
     record(f"read {path}", lambda p=path: opened(p))
 for path in ("/proc/keys", "/proc/timer_list", "/proc/kpageflags", "/proc/1/mem", "/proc/meminfo"):
     # whatever lies there may belong to the host
     record(f"chmod {path}", lambda p=path: os.chmod(p, 0o777) or 0)
     record(f"chown {path}", lambda p=path: os.chown(p, 1, 1) or 0)
 for family, kind, protocol, what in (
-    (socket.AF_INET, socket.SOCK_RAW, 1, "raw ip"), (10, socket.SOCK_RAW, 58, "raw ip6"), (17, socket.SOCK_RAW, 768, "packet"),
-    (40, socket.SOCK_STREAM, 0, "vsock"), (38, socket.SOCK_SEQPACKET, 0, "alg"), (29, socket.SOCK_RAW, 1, "can"),
+    (socket.AF_INET, socket.SOCK_RAW, 1, "raw ip"),
+    (10, socket.SOCK_RAW, 58, "raw ip6"),
+    (17, socket.SOCK_RAW, 768, "packet"),
+    (40, socket.SOCK_STREAM, 0, "vsock"),
+    (38, socket.SOCK_SEQPACKET, 0, "alg"),
+    (29, socket.SOCK_RAW, 1, "can"),
     (44, socket.SOCK_RAW, 0, "xdp"),
-):  # fmt: skip
+):
     record(f"socket {what}", lambda f=family, k=kind, p=protocol: socket.socket(f, k, p).fileno())
 for address in (("1.1.1.1", 80), ("169.254.169.254", 80), ("10.0.0.1", 22)):
     record(f"connect {address[0]}", lambda a=address: socket.create_connection(a, 1).fileno())
-record("netlink: add an address", lambda: fcntl.ioctl(socket.socket(), 0x8916, struct.pack("16sH2s4s8x", b"lo", 2, b"", b"\x0a\0\0\1")) and 0)  # fmt: skip
+record(
+    "netlink: add an address",
+    lambda: fcntl.ioctl(socket.socket(), 0x8916, struct.pack("16sH2s4s8x", b"lo", 2, b"", b"\x0a\0\0\1")) and 0,
+)
 
 # -- ioctls ------------------------------------------------------------------------------------------------------------
 tmp, terminal = os.open("/tmp", os.O_RDONLY), os.open("/dev/ptmx", os.O_RDWR)
-for number, what in ((0x5000940E, "make a subvolume"), (0x50009417, "snapshot"), (0xD0009411, "search the store's tree"),
-                     (0x5000940F, "delete a subvolume"), (0x40309410, "defragment")):  # fmt: skip
+for number, what in (
+    (0x5000940E, "make a subvolume"),
+    (0x50009417, "snapshot"),
+    (0xD0009411, "search the store's tree"),
+    (0x5000940F, "delete a subvolume"),
+    (0x40309410, "defragment"),
+):
     record(f"btrfs: {what}", lambda n=number: libc.ioctl(tmp, ctypes.c_ulong(n), ctypes.create_string_buffer(4096)))
 for number, what in ((0x5412, "TIOCSTI"), (0x541C, "TIOCLINUX")):
     record(what, lambda n=number: libc.ioctl(terminal, ctypes.c_ulong(n), b"x"))
 for number, what in ((0xC0045877, "freeze the file system"), (0xC0185879, "trim the file system")):
     record(what, lambda n=number: libc.ioctl(tmp, ctypes.c_ulong(n), ctypes.create_string_buffer(64)))
-record("make a file immutable", lambda: fcntl.ioctl(os.open("/tmp/file", os.O_RDWR | os.O_CREAT), 0x40086602, struct.pack("<Q", 0x10)) and 0)  # fmt: skip
+record(
+    "make a file immutable",
+    lambda: fcntl.ioctl(os.open("/tmp/file", os.O_RDWR | os.O_CREAT), 0x40086602, struct.pack("<Q", 0x10)) and 0,
+)
 
-# -- the agent's folder --------------------------------------------------------------------------------------------------
+# -- the agent's folder ------------------------------------------------------------------------------------------------
 record("replace the init", lambda: os.rename("/bin/true", "/run/agent/init") or 0)
 record("write the init", lambda: written("/run/agent/init", b"x"))
 record("remove the socket", lambda: os.unlink("/run/agent/agent.sock") or 0)
@@ -191,7 +240,7 @@ up = os.listdir(f"/proc/self/fd/{folder}/../../..")
 found["the folder's parents"] = "inside" if "proc" in up and "srv" in up else f"REACHED {up}"
 
 
-# -- what a look around shows --------------------------------------------------------------------------------------------
+# -- what a look around shows ------------------------------------------------------------------------------------------
 def look_around():
     names = {name for name in os.listdir("/proc") if name.isdigit()}
     roots = {os.stat(f"/proc/{pid}/root/etc/hostname").st_ino for pid in names if os.path.exists(f"/proc/{pid}/root")}
@@ -208,7 +257,8 @@ def look_around():
             continue
     found["/proc/*/fd"] = "inside" if not strange else f"REACHED {strange}"
     found["interfaces"] = ",".join(sorted(name for _, name in socket.if_nameindex()))
-    status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines())
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":\t", 1) for line in file.read().splitlines())
     for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "Seccomp", "NoNewPrivs", "Seccomp_filters"):
         found[key] = status[key].strip()
     found["hostname"] = socket.gethostname()

@@ -1,4 +1,4 @@
-"""Agent code is untrusted: the common ways out of a container fail, also after restores, and the host does not change."""
+"""Agent code is untrusted: the common ways out of a container fail, before and after restores."""
 
 from __future__ import annotations
 
@@ -246,9 +246,9 @@ def take_over():
                 c, _ = s.accept(); c.sendall(state); c.close()
         except OSError:
             pass
-        for trick in (lambda: os.symlink("/etc/passwd", "/run/agent/more"), lambda: os.rename("/run/agent/init", "/tmp/i")):
+        for trick, args in ((os.symlink, ("/etc", "/run/agent/more")), (os.rename, ("/run/agent/init", "/tmp/i"))):
             try:
-                trick(); open("/tmp/taken", "w").write("x")
+                trick(*args); open("/tmp/taken", "w").write("x")
             except OSError:
                 pass
 for work in (flood, flood, take_over):
