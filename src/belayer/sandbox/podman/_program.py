@@ -37,6 +37,8 @@ volume_path = "{folder}/volumes"
 [network]
 network_config_dir = "{folder}/networks"
 """
+# read by CRIU itself; its defaults refuse deleted files above 1 MB, and call iptables for every dump and restore
+_CRIU_CONF = f"ghost-limit {criu.GHOST_LIMIT}\nnetwork-lock skip\n"
 _STORAGE_CONF = """\
 [storage]
 driver = "{driver}"
@@ -72,6 +74,8 @@ class Podman:
         limits = ", ".join(f'"{limit}"' for limit in LIMITS)
         (folder / "containers.conf").write_text(_CONTAINERS_CONF.format(folder=folder, limits=limits))
         (folder / "storage.conf").write_text(_STORAGE_CONF.format(folder=folder, driver=driver))
+        self.criu_conf = folder / "criu.conf"
+        self.criu_conf.write_text(_CRIU_CONF)
         # its runtime looks CRIU up in PATH, and the distribution's may be one that does not work
         self.programs = folder / "bin"
         self.programs.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 from belayer.errors import CheckpointRefused
 
 FILE = "spec.img"
+CRIU_CONF = "org.criu.config"  # the annotation by which runc finds CRIU's settings
 FILE_LIMIT = 64 << 10
 
 
@@ -28,6 +29,7 @@ class Moved:
     work: Path
     netns: Path
     cgroup: str
+    criu_conf: Path
 
 
 def keep_files(bundle: Path, images: Path) -> None:
@@ -54,6 +56,7 @@ def write_spec(images: Path, bundle: Path, to: Moved) -> None:
     spec: dict[str, Any] = kept["spec"]
     spec["root"]["path"] = str(to.root)
     spec["linux"]["cgroupsPath"] = to.cgroup
+    spec["annotations"][CRIU_CONF] = str(to.criu_conf)
     for namespace in spec["linux"]["namespaces"]:
         if namespace["type"] == "network":
             namespace["path"] = str(to.netns)

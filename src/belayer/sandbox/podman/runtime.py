@@ -29,7 +29,7 @@ from belayer.sandbox._runtime import CREATE_TIMEOUT_S, HOSTNAME
 from belayer.sandbox._session import Session
 from belayer.sandbox.podman._gate import gate
 from belayer.sandbox.podman._program import LIMITS, Podman
-from belayer.sandbox.podman._spec import Moved, keep_files, write_spec
+from belayer.sandbox.podman._spec import CRIU_CONF, Moved, keep_files, write_spec
 
 TIMEOUT_S = 60.0
 _CAPABILITIES = (
@@ -107,7 +107,14 @@ class PodmanRuntime:
             container = _id(place)
             bundle = self._podman.bundle(container)
             _link(bundle / "checkpoint", images)
-            moved_to = Moved(place.root, place.agent, place.work, self._netns(place), self._cgroup(place, container))
+            moved_to = Moved(
+                root=place.root,
+                agent=place.agent,
+                work=place.work,
+                netns=self._netns(place),
+                cgroup=self._cgroup(place, container),
+                criu_conf=self._podman.criu_conf,
+            )
             write_spec(images, bundle, moved_to)
             options = ["--tcp-established", "--file-locks", container]
             await self._podman_step(place, "container", "restore", "--keep", *options)
@@ -156,6 +163,7 @@ class PodmanRuntime:
         options = ["--name", place.key, "--hostname", HOSTNAME, "--no-hosts", "--dns", "none"]
         options += ["--cidfile", str(place.work / "id"), "--pidfile", str(place.work / "init.pid")]
         options += ["--cgroup-parent", f"/{_cgroup.ROOT}/{self._label.name}/{place.key}"]
+        options += ["--annotation", f"{CRIU_CONF}={self._podman.criu_conf}"]
         options += ["--network", f"ns:{self._netns(place)}", "--ipc", "none", "--systemd", "false"]
         options += ["--security-opt", "no-new-privileges", "--security-opt", "label=disable"]
         options += ["--security-opt", "seccomp=unconfined"]  # the init installs the filter, the same in every runtime
