@@ -171,6 +171,49 @@ def verify(
     return verify_command(run, replay=replay, seed=seed, as_json=json)
 
 
+checkpoint = App(name="checkpoint", help="List a run's sandbox checkpoints, export one to a file, import one.")
+app.command(checkpoint)
+
+
+@checkpoint.command(name="list")
+def checkpoint_list(
+    run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo.")],
+    /,
+) -> int:
+    """List the sandbox checkpoints of a run, oldest first; the run may be alive."""
+    from belayer.cli.checkpoint import list_command
+
+    return list_command(run)
+
+
+@checkpoint.command(name="export")
+def checkpoint_export(
+    run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo.")],
+    id: Annotated[str, Parameter(help="An id that `belayer checkpoint list` shows.")],
+    file: Annotated[Path, Parameter(help="The archive to write; it must not exist yet.")],
+    /,
+) -> int:
+    """Write one checkpoint, with processes and file system, to one file; the run may be alive."""
+    from belayer.cli.checkpoint import export_command
+
+    return export_command(run, id, file)
+
+
+@checkpoint.command(name="import")
+def checkpoint_import(
+    file: Annotated[Path, Parameter(help="An archive that `belayer checkpoint export` wrote.")],
+    run: Annotated[Path, Parameter(help="The run to import into, which must not be alive; made if it is not there.")],
+    /,
+) -> int:
+    """Make the checkpoint in FILE one of RUN, on this host or another of the same kind.
+
+    Import only archives that you trust: what the process images say is restored as root.
+    """
+    from belayer.cli.checkpoint import import_command
+
+    return import_command(file, run)
+
+
 def main() -> None:
     """Entry point of the `belayer` command."""
     try:

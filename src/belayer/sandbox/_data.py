@@ -31,34 +31,29 @@ from belayer.sandbox import _claims, _pins
 from belayer.sandbox.store import Store, remove_tree
 
 PREFIX = "data-"
+IMPORT_PREFIX = ".import-"  # and the label of the process that unpacks a checkpoint there
 
 
-class RunData:
-    """The three places of one run, opened and locked by this process."""
+class RunPlaces:
+    """Where the checkpoints of the run are whose checkpoints folder is given. To look only: it locks nothing."""
 
-    def __init__(self, checkpoints: Path, store: Store) -> None:
-        checkpoints.mkdir(parents=True, exist_ok=True)
+    def __init__(self, checkpoints: Path, run_id: str) -> None:
         self.checkpoints = checkpoints.absolute()
-        id_file = self.checkpoints / "run_id"
-        if not id_file.exists():
-            fresh = id_file.with_suffix(f".{os.getpid()}")
-            fresh.write_text(secrets.token_hex(8))
-            os.replace(fresh, id_file)
-        self.run_id = id_file.read_text().strip()
-        self.memory = labels.SHM_DIR / f"{PREFIX}{self.run_id}"
+        self.run_id = run_id
+        self.memory = labels.SHM_DIR / f"{PREFIX}{run_id}"
         self.disk = self.checkpoints / "images"
-        self.store = store
-        self.snapshots = store.root / "runs-data" / self.run_id
-        about = {"checkpoints": str(self.checkpoints)}
-        self._memory_lock = _claims.claim(self.memory, about)
+
+    @classmethod
+    def of(cls, checkpoints: Path) -> RunPlaces:
+        """Raises `CheckpointDamaged` when the folder never had a checkpoint."""
         try:
-            self._store_lock = _claims.claim(self.snapshots, about)
-        except BaseException:
-            os.close(self._memory_lock)
-            raise
-        # held by the thread that gives a checkpoint's parts their names, or takes them away
-        self.publishing = threading.Lock()
-        self._open = True
+            return cls(checkpoints, (checkpoints / "run_id").read_text().strip())
+        except OSError as error:
+            raise CheckpointDamaged(f"there are no checkpoints in {checkpoints}: {error.strerror}") from error
+
+    def snapshot_in(self, store: Store, checkpoint_id: str) -> Path:
+        """Where the store has the file system of a checkpoint."""
+        return store.root / "runs-data" / self.run_id / checkpoint_id
 
     def manifest_path(self, checkpoint_id: str) -> Path:
         return self.checkpoints / f"{checkpoint_id}.json"
@@ -80,6 +75,39 @@ class RunData:
                 return place / checkpoint_id
         return None
 
+    def on_disk(self, checkpoint_id: str) -> bool:
+        """Are its images on disk (also)?"""
+        return (self.disk / checkpoint_id).is_dir()
+
+    def in_memory(self, checkpoint_id: str) -> bool:
+        """Are its images in memory (also)?"""
+        return (self.memory / checkpoint_id).is_dir()
+
+
+class RunData(RunPlaces):
+    """The three places of one run, opened and locked by this process."""
+
+    def __init__(self, checkpoints: Path, store: Store) -> None:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        id_file = checkpoints / "run_id"
+        if not id_file.exists():
+            fresh = id_file.with_suffix(f".{os.getpid()}")
+            fresh.write_text(secrets.token_hex(8))
+            os.replace(fresh, id_file)
+        super().__init__(checkpoints, id_file.read_text().strip())
+        self.store = store
+        self.snapshots = store.root / "runs-data" / self.run_id
+        about = {"checkpoints": str(self.checkpoints)}
+        self._memory_lock = _claims.claim(self.memory, about)
+        try:
+            self._store_lock = _claims.claim(self.snapshots, about)
+        except BaseException:
+            os.close(self._memory_lock)
+            raise
+        # held by the thread that gives a checkpoint's parts their names, or takes them away
+        self.publishing = threading.Lock()
+        self._open = True
+
     def remove(self, checkpoint_id: str) -> bool:
         """Delete one checkpoint: the manifest first, so that no half of it can be restored.
 
@@ -99,14 +127,6 @@ class RunData:
     def to_disk(self, checkpoint_id: str) -> None:
         """Move one checkpoint's images from memory to disk. Raises `OSError`; they are then still in memory."""
         _move(self.memory / checkpoint_id, self.disk / checkpoint_id, self.publishing)
-
-    def on_disk(self, checkpoint_id: str) -> bool:
-        """Are its images on disk (also)?"""
-        return (self.disk / checkpoint_id).is_dir()
-
-    def in_memory(self, checkpoint_id: str) -> bool:
-        """Are its images in memory (also)?"""
-        return (self.memory / checkpoint_id).is_dir()
 
     def collect_garbage(self) -> None:
         """Delete what has no manifest: what a killed process was about to publish, or had begun to delete."""
@@ -183,6 +203,10 @@ def settle_store(store: Store) -> list[str]:
             if dead:
                 _claims.delete_dead(folder)
                 done.append(str(folder))
+    for place in store.images.glob(f"{IMPORT_PREFIX}*"):
+        if not (store.root / "runs" / place.name.removeprefix(IMPORT_PREFIX)).is_dir():  # an import that was killed
+            remove_tree(place)
+            done.append(str(place))
     for folder in _claims.claimed_folders(store.root / "runs-data"):
         with _claims.if_dead(folder) as dead:
             if dead and _owner(folder, folder.name) is None:
