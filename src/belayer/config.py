@@ -92,6 +92,10 @@ class SandboxConfig(_Section):
     disk_bytes: int = Field(
         default=0, ge=0, description="What one sandbox may write; 0: a quarter of the store. Needs a store file."
     )
+    allow_level: Literal["full", "fs+shell", "fs"] = Field(
+        default="full",
+        description="The lowest level of checkpoints that this run accepts; below full, processes do not come back.",
+    )
     exec_timeout_s: float = Field(default=60.0, gt=0, description="Default limit of one command.")
     output_bytes: int = Field(
         default=1 << 20, ge=1024, description="Output kept of one command; the rest is truncated, visibly."

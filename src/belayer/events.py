@@ -63,6 +63,10 @@ CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, ex
 # emitted when a checkpoint's background write has ended: it survives a reboot from here on
 CHECKPOINT_DURABLE = "checkpoint.durable"  # id, bytes, wall_s
 
+# a checkpoint was taken, or a restore was made from one, that holds no processes; subject: the sandbox
+CHECKPOINT_LEVEL = "checkpoint.level"  # id, level, reason (why not full), lost (what a restore will not bring back)
+RESTORE_LEVEL = "restore.level"  # id, level, reason, lost (what was not brought back)
+
 # -- faults and recoveries ------------------------------------------------------------------------
 # subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves
 # emitted before the blow falls, so that it precedes the detection

@@ -56,8 +56,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `action` is the number k of the last action that it contains, `generation` and `attempt` those of the sandbox when
     it was taken, `context_hash` that of the token ids up to observation k. `fs_identity` names the snapshot and its
     exact state, `images` the process images, `netns` the inode of the network namespace they refer to, `runtime` what
-    made them and alone can restore them. `parent` is the checkpoint from which this generation of the sandbox was
-    restored, None if it was created. `sequence` orders the checkpoints of a run.
+    made them and alone can restore them. Of a level below `full`, `reason` says why, `lost` what was there and will not
+    come back; `images` holds at most the state of the shell then. `parent` is the checkpoint from which this generation
+    of the sandbox was restored, None if it was created. `sequence` orders the checkpoints of a run.
     """
 
     format: int = FORMAT
@@ -84,6 +85,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     durability: Durability = "process"
     host: Host | None = None
     runtime: str = "native"
+    reason: str = ""
+    lost: list[str] = []
 
 
 def write_manifest(path: Path, manifest: Manifest, *, durable: bool) -> None:

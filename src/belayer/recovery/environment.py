@@ -359,7 +359,7 @@ class EnvironmentKeeper:
         self._emit(
             events.RECOVERED,
             what="sandbox",
-            how="full restore" if origin else "new container",
+            how=f"{sandbox.restored.level if sandbox.restored else 'full'} restore" if origin else "new container",
             fault=why,
             phases={name: round(value, 6) for name, value in phases.items()},
             total_s=total,

@@ -1,10 +1,11 @@
 """Environments: containers with a persistent session, full checkpoint and full restore."""
 
 from belayer.checkpoint.manifest import Manifest
+from belayer.sandbox._levels import Restored
 from belayer.sandbox._session import ExecResult
 from belayer.sandbox.capabilities import Capability, probe
 from belayer.sandbox.cleanup import reap
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.manager import Sandboxes
 
-__all__ = ["Capability", "ExecResult", "Manifest", "Sandbox", "Sandboxes", "probe", "reap"]
+__all__ = ["Capability", "ExecResult", "Manifest", "Restored", "Sandbox", "Sandboxes", "probe", "reap"]

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from belayer import events
-from belayer.checkpoint.manifest import Manifest, ProcessState, Timings, read_manifest, write_manifest
+from belayer.checkpoint.manifest import Level, Manifest, ProcessState, Timings, read_manifest, write_manifest
 from belayer.checkpoint.retention import garbage
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, CheckpointRefused, SandboxLost, StorageFull
@@ -22,6 +22,8 @@ from belayer.faults import failpoints
 from belayer.sandbox import _data
 from belayer.sandbox._here import check_fits, here
 from belayer.sandbox._image_files import describe_images, verify_images
+from belayer.sandbox._levels import Levels
+from belayer.sandbox._lower import take_without_processes
 from belayer.sandbox._place import safe_name
 from belayer.sandbox._runtime import HOSTNAME, Runtime
 from belayer.sandbox._writer import Writer, describe_failure
@@ -46,7 +48,9 @@ class Checkpoints:
         durable: bool,
         running: Callable[[], Mapping[str, Sandbox]],
         sink: events.EventSink,
+        levels: Levels | None = None,
     ) -> None:
+        self.levels = levels or Levels(config.allow_level)
         self.data = data
         self.keep = KEEP
         self.dumping = 0
@@ -126,11 +130,12 @@ class Checkpoints:
         """
         folder = self.data.images(manifest.id)
         snapshot = self.data.snapshots / manifest.id
-        if manifest.runtime != self._runtime.name:
+        if manifest.level == "full" and manifest.runtime != self._runtime.name:
             raise CheckpointDamaged(
                 f"checkpoint {manifest.id} was taken by runtime {manifest.runtime}, this is {self._runtime.name}",
                 next_step=f'set sandbox.runtime = "{manifest.runtime}"',
             )
+        self.levels.check(manifest)
         check_fits(manifest)
         if folder is None:
             raise CheckpointDamaged(f"the process images of checkpoint {manifest.id} are gone")
@@ -143,10 +148,19 @@ class Checkpoints:
 
     # -- taking one ----------------------------------------------------------------------------------------------------
     async def capture(
-        self, sandbox: Sandbox, *, action: int, context_hash: str, rollout: str, attempt: int | None
+        self,
+        sandbox: Sandbox,
+        *,
+        action: int,
+        context_hash: str,
+        rollout: str,
+        attempt: int | None,
+        level: Level | None = None,
     ) -> Manifest:
         """Capture and publish. The caller keeps everybody else away from the sandbox."""
         begun = time.perf_counter()
+        asked = level
+        level, reason = self.levels.start(asked)
         state = await sandbox.session.ping()
         if state.jobs:
             raise CheckpointRefused(f"sandbox {sandbox.name} still runs {state.jobs} commands that were cancelled")
@@ -156,7 +170,21 @@ class Checkpoints:
         async with self._turn, self._undisturbed():
             self.dumping += 1
             try:
-                times, netns = await self._dump(sandbox, checkpoint_id)
+                lost: tuple[str, ...] = ()
+                netns = 0
+                while True:
+                    try:
+                        if level == "full":
+                            times, netns = await self._dump(sandbox, checkpoint_id)
+                        else:
+                            times, lost = await self._without_processes(sandbox, level, checkpoint_id, state.shell_pid)
+                        break
+                    except CheckpointRefused as refusal:
+                        if asked is not None:
+                            raise
+                        level, reason = self.levels.below(level, refusal), refusal.what
+                        netns = 0
+                        await asyncio.to_thread(self.data.remove, checkpoint_id)
                 folder = self.data.memory / checkpoint_id
                 files = await asyncio.to_thread(describe_images, folder)
                 manifest = Manifest(
@@ -167,7 +195,9 @@ class Checkpoints:
                     generation=sandbox.generation,
                     action=action,
                     context_hash=context_hash,
-                    level="full",
+                    level=level,
+                    reason=reason,
+                    lost=list(lost),
                     image=sandbox.image.name,
                     image_digest=sandbox.image.digest,
                     hostname=HOSTNAME,
@@ -183,7 +213,7 @@ class Checkpoints:
                     image_bytes=sum(file.size for file in files.values()),
                     timings=Timings(**times, total_s=time.perf_counter() - begun),
                     runtime=self._runtime.name,
-                    host=here() if files else None,
+                    host=here() if level == "full" else None,
                 )
                 failpoints.hit("checkpoint.publish.captured")
                 with storage_errors("no manifest could be written"):
@@ -196,6 +226,8 @@ class Checkpoints:
             finally:
                 self.dumping -= 1
         self._known.setdefault(sandbox.name, []).append(manifest)
+        if level != "full":
+            self._emit(manifest, events.CHECKPOINT_LEVEL, id=checkpoint_id, level=level, reason=reason, lost=list(lost))
         if self._durable:
             self.writer.submit(manifest)
         self.collect()
@@ -242,6 +274,19 @@ class Checkpoints:
         if sandbox.dead:
             raise SandboxLost(f"sandbox {sandbox.name} died while it was checkpointed")
         return times, netns
+
+    async def _without_processes(
+        self, sandbox: Sandbox, level: Level, checkpoint_id: str, shell_pid: int
+    ) -> tuple[dict[str, float], tuple[str, ...]]:
+        self.data.store.check_room()
+        images, snapshot = self.data.memory / checkpoint_id, self.data.snapshots / checkpoint_id
+        images.mkdir(mode=0o700)
+        taken = await take_without_processes(
+            sandbox, level, self.data.store.trees, images=images, snapshot=snapshot, shell_pid=shell_pid
+        )
+        if sandbox.dead:
+            raise SandboxLost(f"sandbox {sandbox.name} died while it was checkpointed")
+        return taken
 
     def _make_room_alone(self, sandbox: Sandbox) -> None:
         with self._room:

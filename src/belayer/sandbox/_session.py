@@ -141,7 +141,7 @@ class Session:
         """Run a command in the persistent shell."""
         if "\0" in command:
             raise ValueError("a shell command cannot contain NUL")
-        payload = _job(fence, timeout_s, quiet_s, limit) + command.encode()
+        payload = _job(fence, timeout_s, quiet_s, limit) + os.fsencode(command)
         # the shell is busy for a moment after a cancelled command
         deadline = asyncio.get_running_loop().time() + grace_s
         while True:

@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from belayer.checkpoint.manifest import Manifest
+from belayer.checkpoint.manifest import Level, Manifest
 from belayer.errors import SandboxError, SandboxLost, StaleSandbox
 from belayer.sandbox import _health
+from belayer.sandbox._levels import Restored
 from belayer.sandbox._place import Place
 from belayer.sandbox._session import DEFAULT_ENV, ExecResult, Fence, InitState, Session
 from belayer.sandbox.images import Image
@@ -55,12 +56,14 @@ class Sandbox:
         self.image = image
         self.parent = parent
         self.session = session
+        self.restored: Restored | None = None  # from what it was restored, and what is missing; None: it was created
         self.restore_phases: dict[str, float] = {}  # seconds of each step of the restore that made it
         self.stale = False
         self._manager = manager
         self._config = manager.config
         self._place = place
         self._why = ""
+        self._unheard = b""  # what background jobs said while the shell was asked for its state
         self._callbacks: list[Callable[[], None]] = []
         self._gate = _Gate()
         self._shell_turn = asyncio.Lock()
@@ -138,6 +141,10 @@ class Sandbox:
                 fence=fence,
                 quiet_s=quiet_s,
             )
+            if self._unheard:
+                unheard, self._unheard = self._unheard, b""
+                fields = {name: getattr(result, name) for name in result.__struct_fields__}
+                result = ExecResult(**{**fields, "stdout": unheard + result.stdout})
             return self._note_oom(result)
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -193,17 +200,25 @@ class Sandbox:
 
     # -- checkpoint and restore ----------------------------------------------------------------------------------------
     async def checkpoint(
-        self, *, action: int, context_hash: str = "", rollout: str = "", attempt: int | None = None
+        self,
+        *,
+        action: int,
+        context_hash: str = "",
+        rollout: str = "",
+        attempt: int | None = None,
+        level: Level | None = None,
     ) -> Manifest:
         """Capture file system and processes at one instant and publish the manifest.
 
+        `level`: exactly this one, or the highest that host and state allow. What was taken stands in the manifest, and
+        it is never below `sandbox.allow_level`: without processes, a restore starts a new container on the file system.
         Waits for running commands to end and holds new ones back meanwhile. Raises `CheckpointRefused` (the state
         cannot be captured) and `StorageFull`: the sandbox runs on and earlier checkpoints are kept; `SandboxLost`.
         """
         async with self._gate.exclusive():
             self._check()
             return await self._manager.checkpoints.capture(
-                self, action=action, context_hash=context_hash, rollout=rollout, attempt=attempt
+                self, action=action, context_hash=context_hash, rollout=rollout, attempt=attempt, level=level
             )
 
     async def restore(self, checkpoint_id: str) -> Sandbox:
@@ -260,6 +275,10 @@ class Sandbox:
     async def close(self) -> None:
         """Kill the container and remove everything of it; its checkpoints stay."""
         await self._manager.retire(self)
+
+    def say_later(self, output: bytes) -> None:
+        """Output of the shell's background jobs that the next shell command is to report. For `_lower`."""
+        self._unheard += output
 
     @property
     def place(self) -> Place:

@@ -24,11 +24,14 @@ from belayer.ownership import RunLabel
 from belayer.sandbox import _cgroup, _data, _health, criu, images
 from belayer.sandbox._checkpoints import Checkpoints
 from belayer.sandbox._keeper import Keeper
+from belayer.sandbox._levels import Levels, restored_from
+from belayer.sandbox._lower import SHELL_FILE
 from belayer.sandbox._native import native_program
 from belayer.sandbox._netns import Spares
 from belayer.sandbox._place import Place, Places
 from belayer.sandbox._runtime import NativeRuntime, Runtime
 from belayer.sandbox._session import Session
+from belayer.sandbox._shell_state import load_shell
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.images import Image
 from belayer.sandbox.podman import PodmanRuntime
@@ -50,8 +53,10 @@ class Sandboxes:
         places: Places,
         sink: EventSink,
         durable: bool,
+        levels: Levels,
     ) -> None:
         self.config = config
+        self.levels = levels
         self.label = label
         self.store = store
         self._places = places
@@ -72,6 +77,7 @@ class Sandboxes:
             durable=durable,
             running=lambda: self._sandboxes,
             sink=sink,
+            levels=levels,
         )
         for name in self.checkpoints.names():
             self._generations[name] = max(manifest.generation for manifest in self.checkpoints.of(name))
@@ -95,7 +101,7 @@ class Sandboxes:
         if os.geteuid() != 0:
             raise SandboxUnavailable("sandboxes need root", next_step="run as root or with sudo")
         await asyncio.to_thread(native_program)
-        await asyncio.to_thread(criu.find_criu)
+        levels = await asyncio.to_thread(Levels.here, config.allow_level)
         if not _cgroup.hierarchies().bases():
             raise SandboxUnavailable("no cgroup hierarchy is mounted", next_step="mount cgroup2 at /sys/fs/cgroup")
         store = await asyncio.to_thread(
@@ -109,7 +115,7 @@ class Sandboxes:
             await asyncio.to_thread(_data.settle_store, store)
             _cgroup.make_run(label.name)
             places = await asyncio.to_thread(Places, store, label, config, native_program())
-            return cls(config, label, store, data, places, events, durable)
+            return cls(config, label, store, data, places, events, durable, levels)
         except BaseException:
             if data is not None:
                 await asyncio.to_thread(data.close)
@@ -171,10 +177,13 @@ class Sandboxes:
                     clock.lap("verify_s")
                     await self._retire_name(name)
                     clock.lap("kill_s")
-                    pid = await self._runtime.restore(place, images=folder, netns_fd=netns_fd)
+                    if manifest.level == "full":
+                        pid = await self._runtime.restore(place, images=folder, netns_fd=netns_fd)
+                    else:
+                        pid = await self._runtime.create(place, netns_fd)
                     clock.lap("criu_s")
                     image = Image(manifest.image, manifest.image_digest, self.store.images / manifest.image)
-                    sandbox = await self._activate(name, place, pid, image, manifest)
+                    sandbox = await self._activate(name, place, pid, image, manifest, folder)
             except SandboxLost as error:
                 raise RestoreFailed(f"the restored sandbox {name} does not answer: {error.what}") from error
             except FileNotFoundError as error:
@@ -185,6 +194,10 @@ class Sandboxes:
                 await asyncio.wait([checked])
             clock.lap("answer_s")
             sandbox.restore_phases = clock.laps
+            found = sandbox.restored
+            if found is not None and not found.complete:
+                data = {"id": found.checkpoint, "level": found.level, "reason": found.reason, "lost": list(found.lost)}
+                self._sink(Event(kind=names.RESTORE_LEVEL, subject=name, data=data))
             return sandbox
 
     async def fork(self, sandbox: Sandbox, n: int) -> list[Sandbox]:
@@ -309,7 +322,13 @@ class Sandboxes:
         place.remove()
 
     async def _activate(
-        self, name: str, place: Place, pid: int, image: Image, manifest: Manifest | None = None
+        self,
+        name: str,
+        place: Place,
+        pid: int,
+        image: Image,
+        manifest: Manifest | None = None,
+        images: Path | None = None,
     ) -> Sandbox:
         attempt = manifest.attempt if manifest else 0
         session = Session(place.agent, name, pid)
@@ -318,10 +337,12 @@ class Sandboxes:
             await asyncio.to_thread(self._settle_in, place, image)
             state = await session.ping(timeout_s=ANSWER_TIMEOUT_S)
             found = ProcessState(state.nonce, state.jobs_started, state.shell_pid)
-            if manifest is not None and found != manifest.process:
+            if manifest is not None and manifest.level == "full" and found != manifest.process:
                 raise RestoreFailed(f"sandbox {name} came back in another state than it was checkpointed in")
             attempt = max(attempt, state.attempt)
             await session.fence((attempt, place.generation))
+            if images is not None and (images / SHELL_FILE).exists():
+                await load_shell(session, name, await asyncio.to_thread((images / SHELL_FILE).read_bytes))
             parent = manifest.id if manifest else None
             sandbox = Sandbox(
                 self, name, place=place, init_pid=pid, session=session, image=image, attempt=attempt, parent=parent
@@ -329,6 +350,7 @@ class Sandboxes:
         except BaseException:
             session.close()
             raise
+        sandbox.restored = restored_from(manifest) if manifest else None
         self._sandboxes[name] = sandbox
         return sandbox
 
