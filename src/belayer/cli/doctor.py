@@ -12,6 +12,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from belayer.engine.images.restore import check_host
+from belayer.engine.images.store import ImageStore
+from belayer.errors import EngineError
 from belayer.ownership.reap import leftovers, live_labels, reap
 from belayer.sandbox import Capability, probe
 from belayer.sandbox import reap as reap_sandboxes
@@ -98,6 +101,7 @@ def _engine() -> list[Capability]:
             "scripts/setup.sh",
         )
     )
+    found.append(_images())
     gpu = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
     detail = f"{len(gpu)} NVIDIA device(s)" if gpu else "no NVIDIA device"
     found.append(Capability("GPU", bool(gpu), detail, "not needed: the engine runs on the CPU here"))
@@ -112,3 +116,14 @@ def _engine() -> list[Capability]:
         )
     )
     return found
+
+
+def _images() -> Capability:
+    """Whether workers can start from an image, and what images there are."""
+    name = "shadow images"
+    try:
+        check_host()
+    except EngineError as error:
+        return Capability(name, False, error.what, error.next_step or "")
+    count, nbytes = ImageStore(0).held()
+    return Capability(name, True, f"{count} kept, {nbytes >> 20} MB; made in the background when first wanted", "")

@@ -33,6 +33,11 @@ _INIT_WAIT_MS = 200
 _restored: set[int] = set()  # inits of this process that are not reaped yet
 
 
+def check_host() -> None:
+    """Raises `EngineError` with the reason why no image can be restored on this host."""
+    _criu.program()
+
+
 class Restorer:
     """Makes workers from one image. `work` is a folder for CRIU's logs, one folder inside for each restore."""
 

@@ -117,6 +117,11 @@ class ImageStore:
         os.utime(folder / _META)  # recently used
         return image
 
+    def held(self) -> tuple[int, int]:
+        """How many images there are, and their bytes on the disk; whether they still fit is not looked at."""
+        found = [path.parent for path in self.folder.glob(f"*/{_META}")]
+        return len(found), sum(_disk_bytes(folder) for folder in found)
+
     def _refuse(self, folder: Path, why: str) -> ImageRefused:
         self.remove(folder)
         return ImageRefused(f"the engine image {folder.name} is refused: {why}")
