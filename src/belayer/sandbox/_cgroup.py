@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -58,24 +59,41 @@ class Hierarchies:
 @cache
 def hierarchies() -> Hierarchies:
     """What this host has mounted."""
-    unified: Path | None = None
-    v1: dict[str, Path] = {}
-    with open("/proc/self/mountinfo") as table:
-        for line in table:
-            left, _, right = line.partition(" - ")
-            kind, _, options = right.split(" ", 2)
-            point = Path(left.split(" ")[4])
-            if kind == "cgroup2" and unified is None:
-                unified = point
-            elif kind == "cgroup":
-                for name in set(_CONTROLLERS) & set(options.strip().split(",")):
-                    v1[name] = point
-    delegable: frozenset[str] = frozenset()
-    if unified:
-        with contextlib.suppress(OSError):
-            available = set((unified / "cgroup.controllers").read_text().split())
-            delegable = frozenset(available & set(_CONTROLLERS))
-    return Hierarchies(unified, v1, delegable)
+    return choose(Path("/proc/self/mountinfo").read_text(), _controllers)
+
+
+def choose(mountinfo: str, controllers: Callable[[Path], set[str]]) -> Hierarchies:
+    """The hierarchies to use, from the content of /proc/self/mountinfo; `controllers` of a v2 mount.
+
+    A mount that we may not write to is as good as none. Of several mounts of one hierarchy the one that shows most of
+    it counts, else the first: on a host whose cgroups are managed by somebody (systemd) ours are made beside theirs.
+    """
+    found: dict[str, tuple[int, Path]] = {}
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(" "), right.split(" ")
+        if len(fields) < 6 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        options = kind[2].split(",")
+        if "ro" in fields[5].split(",") or "ro" in options:
+            continue
+        point = Path(fields[4].encode().decode("unicode_escape"))
+        # "/" is all of it; "/docker/…" a part; "/../.." a mount from outside our own cgroup namespace
+        hidden = 0 if fields[3] == "/" else len(Path(fields[3]).parts)
+        names = ["v2"] if kind[0] == "cgroup2" else [name for name in _CONTROLLERS if name in options]
+        for name in names:
+            if name not in found or hidden < found[name][0]:
+                found[name] = (hidden, point)
+    unified = found.pop("v2", (0, None))[1]
+    delegable = controllers(unified) & set(_CONTROLLERS) if unified else set()
+    return Hierarchies(unified, {name: point for name, (_, point) in found.items()}, frozenset(delegable))
+
+
+def _controllers(unified: Path) -> set[str]:
+    try:
+        return set((unified / "cgroup.controllers").read_text().split())
+    except OSError:
+        return set()
 
 
 def run_folders(label: str) -> list[Path]:

@@ -212,7 +212,7 @@ def settle_store(store: Store) -> list[str]:
             if dead and _owner(folder, folder.name) is None:
                 _claims.delete_dead(folder)
                 done.append(str(folder))
-    return done
+    return done + store.trees.collect()
 
 
 def _move(source: Path, target: Path, publishing: threading.Lock) -> None:

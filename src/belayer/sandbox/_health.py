@@ -40,8 +40,12 @@ def folders_to_watch(image: Path, digest: str) -> tuple[str, ...]:
     return tuple(found[:_MOST])
 
 
-def fingerprint(root: Path, paths: tuple[str, ...]) -> Fingerprint:
-    """Type, inode and size of each path that is there. Never looks through a link that the sandbox made."""
+def fingerprint(root: Path, paths: tuple[str, ...], upper: Path | None = None) -> Fingerprint:
+    """Type, inode and size of each path that is there. Never looks through a link that the sandbox made.
+
+    In an overlay (`upper`: its writable layer) the size of a folder says nothing. There, what was deleted from the
+    image has left whiteouts in the layer: the more of them, the less is left.
+    """
     found: Fingerprint = {}
     try:
         top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -56,11 +60,29 @@ def fingerprint(root: Path, paths: tuple[str, ...]) -> Fingerprint:
                 status = os.stat(path or ".", dir_fd=top, follow_symlinks=False)
             except OSError:
                 continue
-            size = status.st_size if path.partition("/")[0] in _DEEP else 0
+            size = 0
+            if path.partition("/")[0] in _DEEP:
+                size = status.st_size if upper is None else -_whiteouts(upper / path)
             found[path] = (stat.S_IFMT(status.st_mode), status.st_ino, size)
     finally:
         os.close(top)
     return found
+
+
+def _whiteouts(folder: Path) -> int:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return 0  # nothing was changed there
+    try:
+        with os.scandir(fd) as entries:
+            special = [e for e in entries if not (e.is_file(follow_symlinks=False) or e.is_dir(follow_symlinks=False))]
+            states = [entry.stat(follow_symlinks=False) for entry in special]
+        return sum(stat.S_ISCHR(state.st_mode) and state.st_rdev == 0 for state in states)
+    except OSError:
+        return 0
+    finally:
+        os.close(fd)
 
 
 def damage(before: Fingerprint, now: Fingerprint) -> str | None:

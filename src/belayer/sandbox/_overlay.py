@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from belayer.errors import SandboxUnavailable
+from belayer.ownership import RunLabel
 from belayer.sandbox import _btrfs, _loop
 from belayer.sandbox._native import native_program
 from belayer.sandbox._trees import Root, StoreKind, remove_tree
@@ -36,6 +37,7 @@ from belayer.sandbox._trees import Root, StoreKind, remove_tree
 FOLDER = "overlay"  # inside the configured folder of the store
 OPTIONS = "index=on,nfs_export=on,redirect_dir=on,metacopy=off"
 COPY_TIMEOUT_S = 600.0
+_TRIAL = ".try-"
 UNMOUNT_TIMEOUT_S = 3.0
 
 
@@ -149,31 +151,30 @@ class OverlayTrees:
 
 def check_overlay(folder: Path) -> None:
     """Try it: a layer in `folder`, mounted, written to. Raises `SandboxUnavailable` that says what does not work."""
-    place = folder / f".try-{secrets.token_hex(4)}"
-    step = "an overlay cannot be mounted on it"
-    mounted = False
-    try:
-        for name in ("lower", "upper", "work", "mnt"):
-            (place / name).mkdir(parents=True)
-        (place / "lower" / "gone").mkdir()
-        (place / "lower" / "file").write_text("x")
-        mount_overlay(place / "lower", place, place / "mnt")
-        mounted = True
-        step = "files of a lower layer cannot be changed or deleted on it"
-        (place / "mnt" / "gone").rmdir()
-        (place / "mnt" / "file").rename(place / "mnt" / "other")
-        step = "it cannot protect files from change (immutable flag)"
-        _btrfs.set_immutable(place / "lower", True)
-        _btrfs.set_immutable(place / "lower", False)
-    except OSError as error:
-        raise SandboxUnavailable(
-            f"{folder} cannot hold an overlay store: {step}: {error.strerror or error}",
-            next_step="choose a folder on ext4, XFS or tmpfs (sandbox.store)",
-        ) from error
-    finally:
-        if mounted:
-            unmount_overlay(place / "mnt")
-        if not os.path.ismount(place / "mnt"):
+    for left in folder.glob(f"{_TRIAL}*"):  # by a check that was killed
+        if time.time() - left.stat().st_mtime > 60:
+            remove_tree(left)
+    with RunLabel.new(f"is {folder} fit for an overlay store") as label:
+        place, point = folder / f"{_TRIAL}{label.name}", label.dir / "mnt"
+        step = "an overlay cannot be mounted on it"
+        try:
+            for path in (place / "lower" / "gone", place / "upper", place / "work", point):
+                path.mkdir(parents=True)
+            (place / "lower" / "file").write_text("x")
+            mount_overlay(place / "lower", place, point)
+            step = "files of a lower layer cannot be changed or deleted on it"
+            (point / "gone").rmdir()
+            (point / "file").rename(point / "other")
+            step = "it cannot protect files from change (immutable flag)"
+            _btrfs.set_immutable(place / "lower", True)
+            _btrfs.set_immutable(place / "lower", False)
+        except OSError as error:
+            raise SandboxUnavailable(
+                f"{folder} cannot hold an overlay store: {step}: {error.strerror or error}",
+                next_step="choose a folder on ext4, XFS or tmpfs (sandbox.store)",
+            ) from error
+        finally:
+            unmount_overlay(point)
             remove_tree(place)
 
 

@@ -8,7 +8,7 @@ from belayer.errors import SandboxUnavailable
 from belayer.ownership import cache_dir
 from belayer.sandbox import _data
 from belayer.sandbox.criu import forget_kernel_features
-from belayer.sandbox.store import Store, unmount_unused
+from belayer.sandbox.store import Store, existing_kinds, unmount_unused
 
 
 def reap(store_folder: Path | None = None) -> list[str]:
@@ -19,11 +19,12 @@ def reap(store_folder: Path | None = None) -> list[str]:
     """
     done = _data.settle()
     forget_kernel_features()
-    if (store_folder or cache_dir() / "store").is_dir():
+    folder = (store_folder or cache_dir() / "store").absolute()
+    for kind in existing_kinds(folder):
         try:
-            store = Store.open(store_folder)
+            store = Store.open(folder, kind=kind)
         except SandboxUnavailable:
-            return [*done, *unmount_unused()]  # no store here: nothing can be in it
+            continue  # not to be used now: nothing can be in use in it
         try:
             done += _data.settle_store(store)
         finally:

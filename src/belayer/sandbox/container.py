@@ -69,7 +69,7 @@ class Sandbox:
         self._shell_turn = asyncio.Lock()
         self._oom_kills = 0
         self._watched = _health.folders_to_watch(image.path, image.digest)
-        self._baseline = _health.fingerprint(self.root, self._watched)
+        self._baseline = self._fingerprint()
         self._loop = asyncio.get_running_loop()
         self._ended = False
         self._pidfd = os.pidfd_open(init_pid)
@@ -243,7 +243,7 @@ class Sandbox:
             if self.dead and not self.stale:
                 return self._why or "the sandbox's init died"
             self._check()
-            now = _health.fingerprint(self.root, self._watched)
+            now = self._fingerprint()
             wrong = _health.damage(self._baseline, now)
             if wrong:
                 return wrong
@@ -258,7 +258,7 @@ class Sandbox:
 
     def accept(self) -> None:
         """Take the system folders as they are now for good: it was the agent's own command that changed them."""
-        self._baseline = _health.fingerprint(self.root, self._watched)
+        self._baseline = self._fingerprint()
 
     def condemn(self, why: str) -> None:
         """Give it up because it cannot be trusted any more: kill it; whoever watches it hears of a death."""
@@ -307,6 +307,9 @@ class Sandbox:
             except SandboxLost as error:
                 self.condemn(error.what)
                 raise
+
+    def _fingerprint(self) -> _health.Fingerprint:
+        return _health.fingerprint(self.root, self._watched, self._place.tree.upper)
 
     def _check(self) -> None:
         if self.stale:
