@@ -136,15 +136,18 @@ def show(
     run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo.")],
     rollout: Annotated[str | None, Parameter(help="An id from the list; without it all are listed.")] = None,
     /,
+    *,
+    json: Annotated[bool, Parameter(negative="", help="The same, and every token, as JSON.")] = False,
 ) -> int:
     """Print a run's rollouts, or one rollout turn by turn, from the journal.
 
     Ids of `train` runs are sSTEP-GROUP-MEMBER. restored: times the sandbox was brought back; cut: times the context was
-    shortened; try: the attempt, from 0. Token ids are printed as journalled.
+    shortened; try: the attempt, from 0. A rollout is shown with its checkpoints, losses and cuts; [void] marks what was
+    cut off and reaches no trainer. Tokens are shown as text where the run's model has a tokenizer.json.
     """
-    from belayer.cli.inspect import show_command
+    from belayer.cli.show import show_command
 
-    return show_command(run, rollout)
+    return show_command(run, rollout, as_json=json)
 
 
 @app.command
@@ -212,6 +215,49 @@ def checkpoint_import(
     from belayer.cli.checkpoint import import_command
 
     return import_command(file, run)
+
+
+image = App(name="image", help="Images of the sandbox store: what new sandboxes start from.")
+app.command(image)
+_Store = Annotated[Path | None, Parameter(help="Folder of the store; default: below the cache folder.")]
+
+
+@image.command(name="import")
+def image_import(
+    name: Annotated[str, Parameter(help="What it will be called, e.g. in sandbox.image.")],
+    source: Annotated[str, Parameter(help="A folder, an archive, podman:REFERENCE or docker:REFERENCE.")],
+    /,
+    *,
+    ref: Annotated[str, Parameter(help="Which one, where SOURCE holds several.")] = "",
+    store: _Store = None,
+) -> int:
+    """Unpack an image into the store: from an OCI layout or archive, a docker archive, a root file system, or a store
+    of podman or docker.
+
+    Environment and working directory of the image are kept; commands run as root. Example: `belayer image import py
+    docker:python:3.12`
+    """
+    from belayer.cli.image import import_command
+
+    return import_command(name, source, ref=ref, store=store)
+
+
+@image.command(name="list")
+def image_list(
+    *, json: Annotated[bool, Parameter(negative="", help="The same as JSON.")] = False, store: _Store = None
+) -> int:
+    """The images there are."""
+    from belayer.cli.image import list_command
+
+    return list_command(as_json=json, store=store)
+
+
+@image.command(name="remove")
+def image_remove(name: str, /, *, store: _Store = None) -> int:
+    """Remove an image. Sandboxes and checkpoints that were made from it are not touched."""
+    from belayer.cli.image import remove_command
+
+    return remove_command(name, store=store)
 
 
 def main() -> None:

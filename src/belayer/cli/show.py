@@ -1,0 +1,120 @@
+"""`belayer show`: the rollouts of a run, and one of them turn by turn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from belayer.cli.inspect import need_run
+from belayer.errors import RunError
+from belayer.journal import History, read_histories, scan
+from belayer.observe.transcript import Entry, tokenizer_of, transcript
+
+LIMIT = 500  # characters shown of one text; --json has all of it
+_QUIET = ("no checkpoint", "checkpoint", "value")
+console = Console(highlight=False, soft_wrap=True)
+
+
+def show_command(run: Path, rollout: str | None, *, as_json: bool) -> int:
+    """Print it. Raises `RunError` for a run or a rollout that is not there."""
+    need_run(run)
+    histories = read_histories(run / "journal")
+    if rollout is None:
+        if as_json:
+            console.print_json(data=[_summary(history) for history in histories.values()])
+        else:
+            _print_rollouts(histories)
+        return 0
+    if rollout not in histories:
+        raise RunError(f"no rollout {rollout} in {run}", next_step=f"`belayer show {run}` lists them")
+    entries = transcript(scan(run / "journal"), rollout, tokenizer_of(run, _model(run)))
+    if as_json:
+        data = {**_summary(histories[rollout]), "entries": msgspec.to_builtins(entries)}
+        console.print_json(data=data)
+    else:
+        _print_entries(rollout, histories[rollout], entries)
+    return 0
+
+
+def _model(run: Path) -> str | None:
+    return json.loads((run / "run.json").read_text()).get("config", {}).get("engine", {}).get("model")
+
+
+def _summary(history: History) -> dict[str, Any]:
+    return {
+        "rollout": history.rollout,
+        "state": _state(history),
+        "reward": history.reward,
+        "tokens": len(history.context()),
+        "actions": len(history.actions()),
+        "restored": history.restores,
+        "cut": history.truncations,
+        "attempt": history.attempt,
+    }
+
+
+def _state(history: History) -> str:
+    if history.failed:
+        return f"failed: {history.failed.error}"
+    return "delivered" if history.acknowledged else "finished" if history.finished else "unfinished"
+
+
+def _print_rollouts(histories: dict[str, History]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("rollout", "state", "reward", "tokens", "actions", "restored", "cut", "try"):
+        table.add_column(heading, no_wrap=True)
+    for history in histories.values():
+        row = _summary(history)
+        row["reward"] = "" if history.reward is None else f"{history.reward:.3f}"
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+    everyone = list(histories.values())
+    console.print(
+        f"{len(everyone)} rollouts: {sum(h.acknowledged for h in everyone)} delivered, "
+        f"{sum(h.restores > 0 for h in everyone)} with a restored sandbox, "
+        f"{sum(h.truncations > 0 for h in everyone)} with a context that was cut, "
+        f"{sum(h.attempt > 0 for h in everyone)} started more than once"
+    )
+
+
+def _print_entries(rollout: str, history: History, entries: list[Entry]) -> None:
+    console.print(
+        f"rollout {rollout}: {_state(history)}, attempt {history.attempt}, sandbox generation {history.generation}, "
+        f"restored {history.restores} times, context cut {history.truncations} times"
+    )
+    for entry in entries:
+        style = "dim strike" if entry.void else "dim" if entry.kind in _QUIET else ""
+        number = "" if entry.call is None else str(entry.call)
+        console.print(Text(f"{number:>4} {_line(entry)}", style=style))
+
+
+def _line(entry: Entry) -> str:
+    mark = "[void] " if entry.void else ""
+    match entry.kind:
+        case "turn" | "observation":
+            said = _short(repr(entry.text) if entry.text is not None else str(entry.ids))
+            about = f"{len(entry.ids)} tokens"
+            if entry.kind == "turn":
+                about += f", policy version {', '.join(map(str, entry.versions))}, {entry.finish or 'under way'}"
+            return f"{mark}{entry.kind}: {said}  ({about})"
+        case "action":
+            result = "no completion journalled" if entry.result is None else _short(repr(entry.result))
+            extra = f"  ({entry.detail})" if entry.detail else ""
+            return f"{mark}action {entry.k} in generation {entry.generation}: {entry.action} -> {result}{extra}"
+        case "checkpoint" | "no checkpoint" | "context cut":
+            where = "before" if entry.kind == "context cut" else "after"
+            return f"{mark}{entry.kind} {where} action {entry.k}: {entry.detail}"
+        case "restored":
+            return f"environment restored with {entry.k} actions, generation {entry.generation}: {entry.detail}"
+        case _:
+            return f"{mark}{entry.kind}{': ' + entry.detail if entry.detail else ''}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LIMIT else f"{text[:LIMIT]}… ({len(text)} characters)"
