@@ -81,6 +81,7 @@ class Place:
         self.agent = roots / AGENTS / key
         self._trees = trees
         self.generation = generation
+        self.environment: dict[str, str] = {}  # of the init of a new container: what the image sets
         self.cgroup = _cgroup.SandboxCgroup(label.name, key)
 
     def protect_agent(self) -> None:

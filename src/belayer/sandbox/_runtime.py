@@ -64,6 +64,8 @@ class NativeRuntime:
         keeper = self._keeper()
         command = [str(keeper.program), "create", "--root", str(place.root), "--agent", str(place.agent)]
         command += ["--hostname", HOSTNAME]
+        for variable, value in place.environment.items():
+            command += ["--env", f"{variable}={value}"]
         for folder in place.cgroup.folders:
             command += ["--cgroup", str(folder)]
         try:

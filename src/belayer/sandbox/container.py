@@ -27,6 +27,7 @@ GRACE_S = 5.0  # silence past a command's own timeout after which the sandbox co
 HEALTH_TIMEOUT_S = 5.0
 FILE_TIMEOUT_S = 60.0
 FILE_LIMIT = 1 << 30
+_DEFAULTS = {f"?{name}": value for name, value in DEFAULT_ENV.items()}  # "?": unless the image sets it
 
 
 class Sandbox:
@@ -113,8 +114,8 @@ class Sandbox:
         async with self._in_use():
             result = await self.session.exec(
                 argv,
-                cwd=cwd or "",  # the init's default: /root, or / if that is gone
-                env={**DEFAULT_ENV, **(env or {})},
+                cwd=cwd or "",  # the init's default: the image's, /root, or / if that is gone
+                env={**_DEFAULTS, **(env or {})},
                 timeout_s=timeout_s or self._config.exec_timeout_s,
                 grace_s=GRACE_S,
                 limit=self._config.output_bytes,

@@ -6,20 +6,24 @@ link targets and file bytes), so two stores with the same digest hold the same i
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from belayer.errors import ImageError
+from belayer.sandbox._layers import delete_entry, exists_in
+from belayer.sandbox._oci import ImageConfig
 from belayer.sandbox.store import Store, remove_tree, storage_errors
 
 RECIPE = 5  # raise it when what `build_base` makes changes
@@ -27,11 +31,15 @@ BASE_PACKAGES = (
     "bash", "dash", "coreutils", "findutils", "grep", "sed", "mawk", "diffutils", "procps", "util-linux", "hostname",
     "tar", "gzip", "python3", "git",
 )  # fmt: skip
+_FRESH = ".new-"
 _NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 
 
 class ImageInfo(msgspec.Struct, frozen=True):
-    """What is known of an image: where it came from and what it contains."""
+    """What is known of an image: where it came from and what it contains.
+
+    `origin` names the content of the image that it was imported from ("" where that has no name of its own).
+    """
 
     name: str
     digest: str
@@ -40,14 +48,17 @@ class ImageInfo(msgspec.Struct, frozen=True):
     created: float
     files: int
     bytes: int
+    origin: str = ""
+    config: ImageConfig = ImageConfig()
 
 
 class Image(msgspec.Struct, frozen=True):
-    """An image that can be used now."""
+    """An image that can be used now. `environment`: of its containers' init, see `with_image_env` in native/run.c."""
 
     name: str
     digest: str
     path: Path
+    environment: dict[str, str] = {}
 
 
 def find(store: Store, name: str) -> Image:
@@ -59,7 +70,19 @@ def find(store: Store, name: str) -> Image:
         raise ImageError(
             f"there is no sandbox image {name!r} in the store (there: {known})", next_step="run `make setup`"
         )
-    return Image(name, info.digest, path)
+    environment = {f"BELAYER_ENV_{variable}": value for variable, value in info.config.env.items()}
+    if info.config.workdir:
+        environment["BELAYER_WORKDIR"] = info.config.workdir
+    return Image(name, info.digest, path, environment)
+
+
+def of_checkpoint(store: Store, name: str, digest: str) -> Image:
+    """The image that a checkpoint was made from. It may be gone, or another one by now: then only its name is left."""
+    try:
+        found = find(store, name)
+    except ImageError:
+        found = None
+    return found if found is not None and found.digest == digest else Image(name, digest, store.images / name)
 
 
 def names(store: Store) -> list[str]:
@@ -89,7 +112,7 @@ def build_base(store: Store, name: str = "base", progress: Callable[[str], None]
     if shutil.which("mmdebstrap") is None:
         raise ImageError("mmdebstrap is missing", next_step="install it (`make setup` does)")
     suite, mirror = _debian_archive()
-    with _new_image(store, name, source=f"Debian {suite}: {' '.join(BASE_PACKAGES)}") as root:
+    with new_image(store, name, source=f"Debian {suite}: {' '.join(BASE_PACKAGES)}") as root:
         progress(f"image {name}: fetching {len(BASE_PACKAGES)} Debian packages and what they need")
         command = ["mmdebstrap", "--mode=root", "--variant=extract", f"--include={','.join(BASE_PACKAGES)}", "--quiet"]
         command += ["--dpkgopt=path-exclude=/usr/share/man/*", "--dpkgopt=path-exclude=/usr/share/doc/*"]
@@ -107,13 +130,12 @@ def build_base(store: Store, name: str = "base", progress: Callable[[str], None]
 
 def import_directory(store: Store, name: str, folder: Path) -> ImageInfo:
     """Make an image of a root file system that lies in `folder`. Raises `ImageError` if it has no /bin/bash or sh."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ImageError(f"{name!r} is not a usable image name: letters, digits, dot, dash and underscore")
+    check_name(name)
     if not folder.is_dir():
         raise ImageError(f"there is no folder {folder}")
-    if not any((folder / place).exists() or (folder / place).is_symlink() for place in ("bin/sh", "usr/bin/sh")):
+    if not exists_in(folder, "bin/sh"):
         raise ImageError(f"{folder} is not a root file system: it has no /bin/sh")
-    with _new_image(store, name, source=str(folder)) as root:
+    with new_image(store, name, source=str(folder)) as root:
         done = subprocess.run(
             ["cp", "-a", "--reflink=auto", f"{folder}/.", str(root)], check=False, capture_output=True, text=True
         )
@@ -124,24 +146,73 @@ def import_directory(store: Store, name: str, folder: Path) -> ImageInfo:
     return info
 
 
+def check_name(name: str) -> None:
+    """Raises `ImageError` unless `name` can be an image's."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) or name.endswith(".json"):
+        raise ImageError(f"{name!r} is not a usable image name: letters, digits, dot, dash and underscore")
+
+
 @contextmanager
-def _new_image(store: Store, name: str, *, source: str) -> Iterator[Path]:
-    """A fresh tree to fill; becomes the image on a clean exit, is deleted otherwise."""
-    fresh = store.images / f".{name}.{os.getpid()}"
+def workspace(store: Store) -> Iterator[Path]:
+    """A path in the store at which something can be made; whatever lies at it, or at it with a suffix, goes at the end.
+
+    Also after SIGKILL: the next one that is opened, and every reap, remove what has no living owner.
+    """
+    sweep(store)
+    fresh = store.images / f"{_FRESH}{secrets.token_hex(6)}"
+    lock = os.open(f"{fresh}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield fresh
+    finally:
+        _remove_workspace(fresh)
+        os.close(lock)
+
+
+def sweep(store: Store) -> list[str]:
+    """Remove what killed builds and imports left in the store; says what."""
+    removed = []
+    for path in store.images.glob(f"{_FRESH}*.lock"):
+        with suppress(FileNotFoundError), open(path, "rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            _remove_workspace(path.with_suffix(""))
+            removed.append(f"unfinished image {path.stem}")
+    return removed
+
+
+def _remove_workspace(fresh: Path) -> None:
     remove_tree(fresh)
-    with storage_errors(f"image {name} cannot be built"):
+    for path in fresh.parent.glob(f"{fresh.name}.*"):
+        if path.suffix != ".lock":
+            remove_tree(path)
+    Path(f"{fresh}.lock").unlink(missing_ok=True)  # last: as long as it is there, the rest is found
+
+
+@contextmanager
+def new_image(
+    store: Store, name: str, *, source: str, origin: str = "", config: ImageConfig | None = None
+) -> Iterator[Path]:
+    """A fresh tree to fill; becomes the image on a clean exit, is deleted otherwise."""
+    with storage_errors(f"image {name} cannot be built"), workspace(store) as fresh:
         root = store.trees.make_image(fresh)
-        try:
-            yield root
-            _prepare(root)
-            digest, files, size = tree_digest(root)
-            store.trees.seal_image(fresh)
-            remove(store, name)
-            os.rename(fresh, store.images / name)
-            info = ImageInfo(name, digest, source, RECIPE, time.time(), files, size)
-            (store.images / f"{name}.json").write_bytes(msgspec.json.encode(info))
-        finally:
-            remove_tree(fresh)
+        yield root
+        _prepare(root)
+        digest, files, size = tree_digest(root)
+        store.trees.seal_image(fresh)
+        info = ImageInfo(name, digest, source, RECIPE, time.time(), files, size, origin, config or ImageConfig())
+        publish(store, fresh, info)
+
+
+def publish(store: Store, fresh: Path, info: ImageInfo) -> None:
+    """Give a sealed tree its name, in the place of an older image of that name."""
+    remove(store, info.name)
+    os.rename(fresh, store.images / info.name)
+    description = store.images / f".{info.name}.json"
+    description.write_bytes(msgspec.json.encode(info))
+    os.replace(description, store.images / f"{info.name}.json")
 
 
 def _prepare(root: Path) -> None:
@@ -159,19 +230,39 @@ def _prepare(root: Path) -> None:
     for name, mode in (("pts", 0o755), ("shm", 0o1777)):
         _folder(root / "dev" / name, mode)
     _folder(root / "run" / "agent", 0o755)
+    _remove_devices(root)
     for name, (major, minor) in _NODES.items():
         node = root / "dev" / name
-        node.unlink(missing_ok=True)
+        _clear(node)
         os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(major, minor))
         node.chmod(0o666)
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
     for name, target in links.items():
         link = root / "dev" / name
-        link.unlink(missing_ok=True)
+        _clear(link)
         link.symlink_to(target)
     hosts = root / "etc" / "hosts"
     if not hosts.is_symlink():
+        _clear(hosts)
         hosts.write_text("127.0.0.1 localhost sandbox\n::1 localhost sandbox\n")
+
+
+def _remove_devices(root: Path) -> None:
+    """A container has the devices that it is given, whatever its image brings."""
+    for _, _, files, folder in os.fwalk(root, follow_symlinks=False):
+        for name in files:
+            mode = os.lstat(name, dir_fd=folder).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                os.unlink(name, dir_fd=folder)
+
+
+def _clear(path: Path) -> None:
+    """Remove whatever lies at `path`, whose folder is known to be one."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        delete_entry(folder, path.name)
+    finally:
+        os.close(folder)
 
 
 def _folder(path: Path, mode: int) -> None:

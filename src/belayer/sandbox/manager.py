@@ -131,6 +131,7 @@ class Sandboxes:
         found = images.find(self.store, image or self.config.image)
         async with self._lock(name), self._new_place(name, found.path) as (place, netns_fd):
             await self._retire_name(name)
+            place.environment = found.environment
             pid = await self._runtime.create(place, netns_fd)
             return await self._activate(name, place, pid, found)
 
@@ -177,12 +178,13 @@ class Sandboxes:
                     clock.lap("verify_s")
                     await self._retire_name(name)
                     clock.lap("kill_s")
+                    image = images.of_checkpoint(self.store, manifest.image, manifest.image_digest)
                     if manifest.level == "full":
                         pid = await self._runtime.restore(place, images=folder, netns_fd=netns_fd)
                     else:
+                        place.environment = image.environment
                         pid = await self._runtime.create(place, netns_fd)
                     clock.lap("criu_s")
-                    image = Image(manifest.image, manifest.image_digest, self.store.images / manifest.image)
                     sandbox = await self._activate(name, place, pid, image, manifest, folder)
             except SandboxLost as error:
                 raise RestoreFailed(f"the restored sandbox {name} does not answer: {error.what}") from error
@@ -223,6 +225,11 @@ class Sandboxes:
         """The newest published checkpoint of a sandbox."""
         found = self.checkpoints.of(name)
         return found[-1] if found else None
+
+    @property
+    def keeper(self) -> Keeper:
+        """The process that starts helpers on the host, and ends everything of this run if this process dies."""
+        return self._keeper
 
     @property
     def dumping(self) -> int:

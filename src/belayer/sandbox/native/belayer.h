@@ -69,6 +69,7 @@ struct command {
     bool builtin;     /* argv[0] is read, write or stat */
 };
 void supervise(const struct command *c, int status_fd) __attribute__((noreturn));
+char **with_image_env(char **envp);
 
 /* what a supervisor writes to its status pipe */
 struct outcome {

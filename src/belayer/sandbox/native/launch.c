@@ -39,14 +39,15 @@ static void die(const char *format, ...) {
 
 struct options {
     const char *root, *agent, *hostname;
-    char **cgroups;
-    int n_cgroups;
+    char **cgroups, **env; /* env: of the init, where shell.c finds what the image sets */
+    int n_cgroups, n_env;
     char **rest;
 };
 
 static void parse(int argc, char **argv, struct options *o) {
     memset(o, 0, sizeof *o);
     o->cgroups = xmalloc(sizeof(char *) * (argc + 1));
+    o->env = xmalloc(sizeof(char *) * (argc + 1));
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--")) {
             o->rest = argv + i + 1;
@@ -56,6 +57,7 @@ static void parse(int argc, char **argv, struct options *o) {
         if (!strcmp(argv[i], "--root")) o->root = argv[++i];
         else if (!strcmp(argv[i], "--agent")) o->agent = argv[++i];
         else if (!strcmp(argv[i], "--hostname")) o->hostname = argv[++i];
+        else if (!strcmp(argv[i], "--env")) o->env[o->n_env++] = argv[++i];
         else if (!strcmp(argv[i], "--cgroup")) o->cgroups[o->n_cgroups++] = argv[++i];
         else break;
     }
@@ -163,8 +165,8 @@ static void become_init(const struct options *o) {
     for (int signal_number = 1; signal_number < 32; signal_number++) signal(signal_number, SIG_DFL);
     drop_capabilities();
     if (install_seccomp()) die("no system-call filter");
-    char *argv[] = {"belayer", "init", NULL}, *envp[] = {NULL};
-    execve(AGENT_DIR "/init", argv, envp);
+    char *argv[] = {"belayer", "init", NULL};
+    execve(AGENT_DIR "/init", argv, o->env);
     die("cannot run " AGENT_DIR "/init");
 }
 
@@ -172,7 +174,7 @@ int create_main(int argc, char **argv) {
     struct options o;
     parse(argc, argv, &o);
     if (!o.root || !o.agent || !o.hostname) {
-        fprintf(stderr, "create (network namespace: descriptor 10) --root DIR --agent DIR --hostname NAME [--cgroup DIR]...");
+        fprintf(stderr, "create (network namespace: descriptor 10) --root DIR --agent DIR --hostname NAME [--env NAME=VALUE]... [--cgroup DIR]...");
         return 64;
     }
     join_cgroups(&o);

@@ -67,6 +67,33 @@ static int builtin(char **argv) {
     return fail(argv[0], ENOSYS);
 }
 
+/* What the image sets stands in init's own environment, as BELAYER_ENV_NAME=VALUE: in its memory, so that restores keep it.
+ * Of `envp`, entries with a leading "?" yield to it; the others override it. */
+#define FROM_IMAGE "BELAYER_ENV_"
+extern char **environ;
+
+static char **find(char **list, char **end, const char *entry) {
+    const char *equals = strchr(entry, '=');
+    for (; equals && list < end; list++)
+        if (!strncmp(*list, entry, equals + 1 - entry)) return list;
+    return NULL;
+}
+
+char **with_image_env(char **envp) {
+    size_t n = 0, length = strlen(FROM_IMAGE);
+    for (char **e = environ; e && *e; e++) n++;
+    for (char **e = envp; *e; e++) n++;
+    char **all = xmalloc((n + 1) * sizeof *all), **end = all;
+    for (char **e = environ; e && *e; e++)
+        if (!strncmp(*e, FROM_IMAGE, length) && strchr(*e + length, '=')) *end++ = *e + length;
+    for (char **e = envp; *e; e++) {
+        char *entry = **e == '?' ? *e + 1 : *e, **same = find(all, end, entry);
+        if (!same) *end++ = entry;
+        else if (entry == *e) *same = entry;
+    }
+    return all;
+}
+
 static void run(const struct command *c) __attribute__((noreturn));
 static void run(const struct command *c) {
     setsid();
@@ -79,7 +106,8 @@ static void run(const struct command *c) {
     sigprocmask(SIG_SETMASK, &none, NULL);
     for (int s = 1; s < 32; s++) signal(s, SIG_DFL);
     if (!*c->cwd) { /* the default; a command that deleted its home must still be able to run the next one */
-        if (chdir("/root") && chdir("/")) _exit(126);
+        const char *workdir = getenv("BELAYER_WORKDIR");
+        if ((!workdir || chdir(workdir)) && chdir("/root") && chdir("/")) _exit(126);
     } else if (chdir(c->cwd)) {
         dprintf(2, "%s: %s\n", c->cwd, strerror(errno));
         _exit(126);
@@ -101,10 +129,12 @@ void supervise(const struct command *c, int status_fd) {
     signal(SIGCHLD, SIG_DFL);
     setsid();
     /* execvpe looks PATH up in its own environment */
-    for (char **e = c->envp; *e; e++)
+    struct command command = *c;
+    command.envp = with_image_env(c->envp);
+    for (char **e = command.envp; *e; e++)
         if (!strncmp(*e, "PATH=", 5)) putenv(*e);
     pid_t main_pid = fork();
-    if (main_pid == 0) run(c);
+    if (main_pid == 0) run(&command);
     if (status_fd != 3) dup2(status_fd, 3);
     syscall(SYS_close_range, 4, ~0U, 0);
     for (int fd = 0; fd < 3; fd++) close(fd);

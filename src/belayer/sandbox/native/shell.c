@@ -45,8 +45,13 @@ static const char driver[] =
 
 static char prompt[sizeof driver + 32];
 static char *environment[] = {
-    "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "USER=root", "SHELL=/bin/bash",
-    "LANG=C.UTF-8", "TERM=dumb", "PAGER=cat", "GIT_PAGER=cat", "PS1=", prompt, NULL};
+    "?PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "?HOME=/root", "?USER=root",
+    "?SHELL=/bin/bash", "?LANG=C.UTF-8", "?TERM=dumb", "?PAGER=cat", "?GIT_PAGER=cat", "PS1=", prompt, NULL};
+
+static void go_home(void) {
+    const char *workdir = getenv("BELAYER_WORKDIR");
+    if ((!workdir || chdir(workdir)) && chdir("/root") && chdir("/")) _exit(126);
+}
 
 static enum { NONE, STARTING, IDLE, RUNNING, SETTLING } state;
 static int master = -1, slave = -1, commands = -1, statuses = -1;
@@ -110,9 +115,9 @@ static bool start(void) {
         sigemptyset(&none);
         sigprocmask(SIG_SETMASK, &none, NULL);
         for (int s = 1; s < 32; s++) signal(s, SIG_DFL);
-        if (chdir("/root") && chdir("/")) _exit(126);
+        go_home();
         snprintf(prompt, sizeof prompt, "PROMPT_COMMAND=%s", driver);
-        execle("/bin/bash", "bash", "--noprofile", "--norc", "--noediting", "-i", (char *)NULL, environment);
+        execle("/bin/bash", "bash", "--noprofile", "--norc", "--noediting", "-i", (char *)NULL, with_image_env(environment));
         _exit(127);
     }
     close(command_pipe[0]);
