@@ -12,30 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._env_state import ASK, SERVER, ask
+
 from belayer.config import SandboxConfig
 from belayer.ownership import RunLabel, labels
 from belayer.ownership.reap import Leftover, everything_labelled
 from belayer.sandbox import ExecResult, Sandbox, Sandboxes
-
-# holds random bytes in memory and says their checksum, and how often it was asked
-SERVER = """
-import hashlib, http.server, os
-data, asked = os.urandom({size}), 0
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        global asked
-        asked += 1
-        body = f"{{hashlib.sha256(data).hexdigest()}} {{asked}}".encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-    def log_message(self, *args):
-        pass
-http.server.HTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
-"""
-# bash alone: starting a Python interpreter for each question would take longer than a restore
-ASK = "exec 9<>/dev/tcp/127.0.0.1/8000 && printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&9 && cat <&9"
 
 
 @asynccontextmanager
@@ -138,7 +120,7 @@ class State:
 
     @classmethod
     async def prepare(cls, sandbox: Sandbox, size: int = 8 << 20) -> State:
-        await sandbox.write("/srv/server.py", SERVER.format(size=size).encode())
+        await sandbox.write("/srv/server.py", SERVER.format(data=f"os.urandom({size})").encode())
         await shell(
             sandbox, "mkdir -p '/data/a b' && cd '/data/a b' && export EXPORTED=e; plain='two words'; list=(1 2 3)"
         )
@@ -152,9 +134,10 @@ class State:
             return (await sandbox.exec(ASK)).exit_code == 0
 
         await eventually("the server listens", up, 15)
-        body = await ask(sandbox)
+        checksum, asked = await ask(sandbox)
+        assert checksum
         job = (await shell(sandbox, "echo $job")).strip()
-        return cls(body[0], int(body[1]), job, 0)
+        return cls(checksum, asked, job, 0)
 
     async def advance(self, sandbox: Sandbox) -> None:
         """Change files, memory and shell state, as an action would."""
@@ -185,7 +168,7 @@ class State:
         assert jobs.count("Running") == 2, jobs
         checksum, asked = await ask(sandbox)
         self.asked += 1
-        assert (checksum, int(asked)) == (self.checksum, self.asked), "the server's memory is not what it was"
+        assert (checksum, asked) == (self.checksum, self.asked), "the server's memory is not what it was"
         before = await _count(sandbox)
 
         async def counted() -> bool:
@@ -199,14 +182,6 @@ async def _count(sandbox: Sandbox) -> int:
     numbers = [int(line) for line in (await run(sandbox, "cat /tmp/count 2>/dev/null; true")).split()]
     assert numbers == list(range(1, len(numbers) + 1)), numbers[-5:]
     return len(numbers)
-
-
-async def ask(sandbox: Sandbox) -> list[str]:
-    """(checksum, number of questions) from the server inside."""
-    answer = await run(sandbox, ASK)
-    head, _, body = answer.partition("\r\n\r\n")
-    assert " 200 " in head.splitlines()[0], answer
-    return body.split()
 
 
 async def processes_like(sandbox: Sandbox, needle: str) -> list[int]:

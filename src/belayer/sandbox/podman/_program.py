@@ -44,6 +44,9 @@ _STORAGE_CONF = """\
 driver = "{driver}"
 graphroot = "{folder}/root"
 runroot = "{folder}/run"
+
+[storage.options]
+additionalimagestores = [{stores}]
 """
 
 
@@ -60,12 +63,12 @@ def missing() -> str | None:
 
 
 class Podman:
-    """Podman whose whole state is below `folder`; `driver` is its storage driver.
+    """Podman whose whole state is below `folder`. `image_stores` are further stores, which it only reads.
 
-    `images` runs of Belayer need no storage: their roots are made elsewhere, and "vfs" never touches anything.
+    `driver` is its storage driver: "vfs" where roots are made elsewhere and nothing is stored.
     """
 
-    def __init__(self, folder: Path, *, driver: str = "vfs") -> None:
+    def __init__(self, folder: Path, *, driver: str = "vfs", image_stores: tuple[Path, ...] = ()) -> None:
         if reason := missing():
             raise SandboxUnavailable(reason, next_step='or set sandbox.runtime = "native"')
         self.folder = folder
@@ -73,7 +76,8 @@ class Podman:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         limits = ", ".join(f'"{limit}"' for limit in LIMITS)
         (folder / "containers.conf").write_text(_CONTAINERS_CONF.format(folder=folder, limits=limits))
-        (folder / "storage.conf").write_text(_STORAGE_CONF.format(folder=folder, driver=driver))
+        stores = ", ".join(f'"{store}"' for store in image_stores)
+        (folder / "storage.conf").write_text(_STORAGE_CONF.format(folder=folder, driver=driver, stores=stores))
         self.criu_conf = folder / "criu.conf"
         self.criu_conf.write_text(_CRIU_CONF)
         # its runtime looks CRIU up in PATH, and the distribution's may be one that does not work
