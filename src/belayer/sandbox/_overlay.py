@@ -83,7 +83,7 @@ class OverlayTrees:
             os.chown(root.home / "upper", top.st_uid, top.st_gid)
             (root.home / "work").mkdir()
         else:
-            _tree("copy", source, root.home)
+            _tree("copy", source, root.home, lower)
         root.path.mkdir(parents=True)
         mount_overlay(lower, root.home, root.path)
 
@@ -94,8 +94,9 @@ class OverlayTrees:
     # -- snapshots -----------------------------------------------------------------------------------------------------
     def snapshot(self, root: Root, target: Path) -> None:
         target.mkdir(mode=0o700)
-        shutil.copyfile(root.home / "lower", target / "lower")
-        _tree("copy", root.home, target)
+        token = (root.home / "lower").read_text()
+        (target / "lower").write_text(token)
+        _tree("copy", root.home, target, self._trees / token)
 
     def identity(self, snapshot: Path) -> str:
         return f"{(snapshot / 'lower').read_text()}:{_tree('identify', snapshot).split()[0]}"

@@ -1,6 +1,6 @@
 /* Copies and fingerprints of the writable layer of an overlay (see sandbox/_overlay.py for its layout).
  *
- *   tree copy FROM TO       FROM/upper → TO/upper, and what FROM/work/index has of files → TO/work/index
+ *   tree copy FROM TO LOWER FROM/upper → TO/upper, and what is needed of FROM/work/index → TO/work/index
  *   tree identify FOLDER    a number that changes with every change of what is in the folder
  *
  * A copy keeps everything that the overlay or a program can see: owners, modes, times, extended attributes (opaque
@@ -8,8 +8,10 @@
  * between a file and its entry in the index. It shares data where the file system can (FICLONE). Nobody may change FROM
  * meanwhile: its sandbox is frozen.
  *
- * Of the index only files are kept. Its entries for folders name the folder by a file handle, which is another one in
- * the copy; the kernel makes them again when it needs them.
+ * The index has an entry for everything that was changed of LOWER, the image, named by the original's file handle. Kept
+ * are those of files that have several names in the image: without its entry such a file would fall apart into two. The
+ * others say where something is in the layer, by a handle that is another one in the copy; the kernel does without them,
+ * and an entry that is a link to a file would count as one of its names (st_nlink) from the next mount on.
  */
 #define _GNU_SOURCE
 #include "belayer.h"
@@ -89,7 +91,8 @@ struct link {
 };
 static struct link *links;
 static size_t n_links, links_size;
-static int top; /* descriptor of TO, to which the paths are relative */
+static int top;   /* descriptor of TO, to which the paths are relative */
+static int lower; /* and of LOWER */
 
 static struct link *link_of(const struct stat *st) {
     if (2 * (n_links + 1) > links_size) {
@@ -202,7 +205,33 @@ static void copy_file(int from, int to, const char *name, const struct stat *st)
     if (close(out)) die("cannot write");
 }
 
-/* `from` is closed. `index`: leave folders and whiteouts out. */
+/* Has the file that this entry of the index names more than one name in the image? The name is that of struct ovl_fb,
+ * in hexadecimal digits: version, magic, length, flags, type, the file system's UUID, and the handle. */
+static bool has_names(const char *name) {
+    enum { HEAD = 21 };
+    unsigned char data[HEAD + MAX_HANDLE_SZ];
+    size_t n = strlen(name) / 2;
+    if (strlen(name) % 2 || n <= HEAD || n > sizeof data) return false;
+    for (size_t i = 0; i < n; i++)
+        if (sscanf(name + 2 * i, "%2hhx", &data[i]) != 1) return false;
+    if (data[1] != 0xfb || data[2] != n) return false;
+    union {
+        struct file_handle handle;
+        char room[sizeof(struct file_handle) + MAX_HANDLE_SZ];
+    } h = {.handle = {.handle_bytes = n - HEAD, .handle_type = data[4]}};
+    memcpy(h.handle.f_handle, data + HEAD, n - HEAD);
+    int fd = open_by_handle_at(lower, &h.handle, O_PATH | O_CLOEXEC);
+    if (fd < 0) {
+        if (errno == ESTALE) return false;
+        die("cannot find the original of");
+    }
+    struct stat st;
+    if (fstat(fd, &st)) die("cannot look at the original of");
+    close(fd);
+    return st.st_nlink > 1;
+}
+
+/* `from` is closed. `index`: only what `has_names`. */
 static void copy_dir(int from, int to, bool index) {
     DIR *dir = list(from);
     struct dirent *entry;
@@ -212,7 +241,7 @@ static void copy_dir(int from, int to, bool index) {
         size_t before = enter(name);
         if (fstatat(from, name, &st, AT_SYMLINK_NOFOLLOW)) die("cannot look at");
         bool whiteout = S_ISCHR(st.st_mode) && st.st_rdev == 0;
-        if (index && (S_ISDIR(st.st_mode) || whiteout)) {
+        if (index && (S_ISDIR(st.st_mode) || whiteout || !has_names(name))) {
             leave(before);
             continue;
         }
@@ -256,9 +285,11 @@ static void copy_part(int from, int to, const char *name, bool index) {
     leave(before);
 }
 
-static void copy_tree(const char *source, const char *target) {
+static void copy_tree(const char *source, const char *target, const char *image) {
     int from = open(source, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (from < 0) die("cannot open");
+    lower = open(image, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (lower < 0) die("cannot open the image below");
     top = open(target, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (top < 0) die("cannot open");
     copy_part(from, top, "upper", false);
@@ -316,8 +347,8 @@ int tree_main(int argc, char **argv) {
         setrlimit(RLIMIT_NOFILE, &files);
     }
     umask(0);
-    if (argc == 4 && !strcmp(argv[1], "copy")) {
-        copy_tree(argv[2], argv[3]);
+    if (argc == 5 && !strcmp(argv[1], "copy")) {
+        copy_tree(argv[2], argv[3], argv[4]);
         return 0;
     }
     if (argc == 3 && !strcmp(argv[1], "identify")) {
@@ -328,6 +359,6 @@ int tree_main(int argc, char **argv) {
                (unsigned long long)entries, (unsigned long long)bytes);
         return 0;
     }
-    fprintf(stderr, "%d tree copy FROM TO | tree identify FOLDER", EINVAL);
+    fprintf(stderr, "%d tree copy FROM TO LOWER | tree identify FOLDER", EINVAL);
     return 64;
 }
