@@ -15,17 +15,21 @@ from typing import Any
 from benchmarks._env_state import ASK, SERVER, ask
 
 from belayer.config import SandboxConfig
-from belayer.ownership import RunLabel, labels
+from belayer.events import EventSink, ignore
+from belayer.ownership import RunLabel, cache_dir, labels
 from belayer.ownership.reap import Leftover, everything_labelled
-from belayer.sandbox import ExecResult, Sandbox, Sandboxes
+from belayer.sandbox import ExecResult, Sandbox, Sandboxes, images
+from belayer.sandbox.store import Store
 
 
 @asynccontextmanager
-async def sandboxes(checkpoints: Path, label: RunLabel | None = None, **config: Any) -> AsyncIterator[Sandboxes]:
+async def sandboxes(
+    checkpoints: Path, label: RunLabel | None = None, *, events: EventSink = ignore, **config: Any
+) -> AsyncIterator[Sandboxes]:
     """The sandboxes of one run; afterwards nothing with its label may be left on the host."""
     own = label or RunLabel.new("test")
     try:
-        manager = await Sandboxes.open(SandboxConfig(**config), own, checkpoints=checkpoints)
+        manager = await Sandboxes.open(SandboxConfig(**config), own, checkpoints=checkpoints, events=events)
         try:
             yield manager
         finally:
@@ -35,6 +39,24 @@ async def sandboxes(checkpoints: Path, label: RunLabel | None = None, **config: 
     finally:
         if label is None:
             own.close()
+
+
+def overlay_store() -> Path:
+    """The default store's folder, with an overlay store in it that has the base image too (5 s, the first time)."""
+    folder = cache_dir() / "store"
+    ours = Store.open(kind="btrfs")
+    try:
+        store = Store.open(kind="overlay")
+        try:
+            base = images.find(ours, "base")
+            found = images.read_info(store, "base")
+            if found is None or found.digest != base.digest or not (store.images / "base").is_dir():
+                images.import_directory(store, "base", base.path)
+        finally:
+            store.close()
+    finally:
+        ours.close()
+    return folder
 
 
 OWN_FOLDERS = ("shm", "folder")  # of the label itself: gone when the label is closed

@@ -9,6 +9,7 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import needs_root
@@ -139,9 +140,9 @@ def _change(root: Path, salt: str) -> None:
     (work / "unreadable").mkdir(mode=0)
 
 
-def _facts(root: Path) -> dict[str, object]:
+def _facts(root: Path) -> dict[str, Any]:
     """Everything about the tree that must come back; inode numbers only as far as they say what is one file."""
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     names: dict[int, list[str]] = {}
     for folder, folders, files in os.walk(root):
         for name in sorted([*folders, *files]):
