@@ -38,14 +38,18 @@ class PlainPodman:
     def __init__(self, manager: Sandboxes) -> None:
         self._manager = manager
         self._label = manager.label
-        self._image_store = _image_store(manager.store, manager.config.image)
+        self._image_store = _image_store(manager.store, manager.config.image, manager.label.dir / "import")
         # on the store's own file system, so that disks are the same for all; mounted where the reaper looks
         self._disk = manager.store.root / "runs" / manager.label.name / "plain-podman"
         self._disk.mkdir()
-        self._folder = manager.label.dir / "plain-podman"
+        self._folder = manager.label.dir / "plain-root"
         self._folder.mkdir()
+        self._agents = manager.store.root / "runs" / manager.label.name / "plain-agents"
+        self._agents.mkdir()
         _loop.mount(str(self._disk), self._folder, "", _MS_BIND, "")
-        self._podman = Podman(self._folder / "state", driver="overlay", image_stores=(self._image_store,))
+        self._podman = Podman(
+            self._label.dir / "plain", driver="overlay", storage=self._folder, image_stores=(self._image_store,)
+        )
         self._count = 0
 
     async def create(self) -> PodmanBox:
@@ -70,7 +74,8 @@ class PlainPodman:
         name, _ = self._next()
         (box.agent / "agent.sock").unlink(missing_ok=True)
         options = ["--import", str(archive), "--name", name]
-        await self._run("container", "restore", *options, "--tcp-established", "--file-locks")
+        # without --tcp-established, which podman refuses together with --name: no workload has a connection just then
+        await self._run("container", "restore", *options, "--file-locks")
         return await self._answering(name, box.agent)
 
     async def kill(self, pid: int) -> None:
@@ -96,15 +101,16 @@ class PlainPodman:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        for point in labels.mounts_below(self._folder):
+        for point in [*labels.mounts_below(self._folder), *labels.mounts_below(self._podman.folder)]:
             _loop.unmount(Path(point))
         self._folder.rmdir()
-        shutil.rmtree(self._disk)
+        for folder in (self._disk, self._agents, self._podman.folder):
+            shutil.rmtree(folder)
 
     def _next(self) -> tuple[str, Path]:
         self._count += 1
         name = f"{self._label.name}-{self._count}"
-        agent = self._folder / f"agent-{self._count}"
+        agent = self._agents / str(self._count)
         agent.mkdir()
         shutil.copy(native_program(), agent / "init")
         return name, agent
@@ -184,15 +190,15 @@ def _place(store: Store, image: str) -> Path:
     return cache_dir() / _STORE / images.find(store, image).digest.removeprefix("sha256:")[:16]
 
 
-def _image_store(store: Store, image: str) -> Path:
+def _image_store(store: Store, image: str, state: Path) -> Path:
     """Podman's image store with the sandbox image, made by the first run (about 10 s). Blocking."""
     place = _place(store, image)
     if place.is_dir():
-        return place / "state" / "root"
+        return place
     fresh = place.with_name(f"{place.name}.{os.getpid()}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        podman = Podman(fresh / "state", driver="overlay")
+        podman = Podman(state, driver="overlay", storage=fresh)
         source = images.find(store, image).path
         tar = subprocess.Popen(["tar", "-C", str(source), "-c", "."], stdout=subprocess.PIPE)
         try:
@@ -208,4 +214,5 @@ def _image_store(store: Store, image: str) -> Path:
             os.rename(fresh, place)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return place / "state" / "root"
+        shutil.rmtree(state, ignore_errors=True)
+    return place

@@ -42,11 +42,8 @@ _CRIU_CONF = f"ghost-limit {criu.GHOST_LIMIT}\nnetwork-lock skip\n"
 _STORAGE_CONF = """\
 [storage]
 driver = "{driver}"
-graphroot = "{folder}/root"
+graphroot = "{storage}"
 runroot = "{folder}/run"
-
-[storage.options]
-additionalimagestores = [{stores}]
 """
 
 
@@ -63,21 +60,31 @@ def missing() -> str | None:
 
 
 class Podman:
-    """Podman whose whole state is below `folder`. `image_stores` are further stores, which it only reads.
+    """Podman whose whole state is below `folder`, a path of at most 46 characters: podman's own limit.
 
-    `driver` is its storage driver: "vfs" where roots are made elsewhere and nothing is stored.
+    `storage` is for what may be big, default in `folder` too; `driver` is "vfs" where roots are made elsewhere and
+    nothing is stored. `image_stores` are further stores, which it only reads.
     """
 
-    def __init__(self, folder: Path, *, driver: str = "vfs", image_stores: tuple[Path, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        driver: str = "vfs",
+        storage: Path | None = None,
+        image_stores: tuple[Path, ...] = (),
+    ) -> None:
         if reason := missing():
             raise SandboxUnavailable(reason, next_step='or set sandbox.runtime = "native"')
         self.folder = folder
         self.driver = driver
+        self.storage = storage or folder / "root"
+        self._image_stores = image_stores
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         limits = ", ".join(f'"{limit}"' for limit in LIMITS)
         (folder / "containers.conf").write_text(_CONTAINERS_CONF.format(folder=folder, limits=limits))
-        stores = ", ".join(f'"{store}"' for store in image_stores)
-        (folder / "storage.conf").write_text(_STORAGE_CONF.format(folder=folder, driver=driver, stores=stores))
+        text = _STORAGE_CONF.format(folder=folder, storage=self.storage, driver=driver)
+        (folder / "storage.conf").write_text(text)
         self.criu_conf = folder / "criu.conf"
         self.criu_conf.write_text(_CRIU_CONF)
         # its runtime looks CRIU up in PATH, and the distribution's may be one that does not work
@@ -97,8 +104,10 @@ class Podman:
             "TMPDIR": "/var/tmp",
         }
         settings = [f"{name}={value}" for name, value in variables.items()]
-        own = ["--root", f"{self.folder}/root", "--runroot", f"{self.folder}/run", "--tmpdir", f"{self.folder}/tmp"]
+        own = ["--root", str(self.storage), "--runroot", f"{self.folder}/run", "--tmpdir", f"{self.folder}/tmp"]
         own += ["--storage-driver", self.driver, "--runtime-flag", f"root={self.folder}/runc"]
+        for store in self._image_stores:  # with --root, podman reads no such thing from a file
+            own += ["--storage-opt", f"{self.driver}.imagestore={store}"]
         return ["/usr/bin/env", "-i", *settings, str(_find("podman")), *own, *arguments]
 
     def call(self, *arguments: str, timeout_s: float = 60.0, check: bool = True, **options: object) -> str:
@@ -120,7 +129,7 @@ class Podman:
 
     def bundle(self, container: str) -> Path:
         """Where podman keeps a container's specification and its checkpoint."""
-        return self.folder / "root" / f"{self.driver}-containers" / container / "userdata"
+        return self.storage / f"{self.driver}-containers" / container / "userdata"
 
     def exit_file(self, container: str) -> Path:
         """What podman waits for after a container's death; its monitor writes it unless it was killed too."""
