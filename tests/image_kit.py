@@ -44,15 +44,6 @@ def layer(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
     return out.getvalue()
 
 
-def tree_layer(root: Path, files: Iterable[str]) -> bytes:
-    """A layer with some files of a root file system, and the links on the way to them."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for name in files:
-            archive.add(root / name, name, recursive=False)
-    return out.getvalue()
-
-
 def sha(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
@@ -80,7 +71,7 @@ def oci_layout(place: Path, layers: list[bytes], *, ref: str = "", compress: boo
     manifest = {
         "schemaVersion": 2,
         "config": put(configuration(layers, **config), "application/vnd.oci.image.config.v1+json"),
-        "layers": [put(gzip.compress(item, mtime=0) if compress else item, kind) for item in layers],
+        "layers": [put(gzip.compress(item, 1, mtime=0) if compress else item, kind) for item in layers],
     }
     descriptor = put(json.dumps(manifest).encode(), "application/vnd.oci.image.manifest.v1+json")
     if ref:

@@ -225,7 +225,7 @@ def _choose(descriptors: list[dict[str, Any]], ref: str) -> dict[str, Any]:
 
 
 def _matches(ref: str, name: str) -> bool:
-    return name == ref or name.endswith((f"/{ref}", f":{ref}")) or (":" not in ref and name.endswith(f"/{ref}:latest"))
+    return name in (ref, f"{ref}:latest") or name.endswith((f"/{ref}", f":{ref}", f"/{ref}:latest"))
 
 
 # -- blobs and digests -------------------------------------------------------------------------------------------------
