@@ -6,7 +6,7 @@ from pathlib import Path
 
 from belayer.errors import SandboxUnavailable
 from belayer.ownership import cache_dir
-from belayer.sandbox import _data
+from belayer.sandbox import _data, images
 from belayer.sandbox.criu import forget_kernel_features
 from belayer.sandbox.store import Store, existing_kinds, unmount_unused
 
@@ -26,7 +26,7 @@ def reap(store_folder: Path | None = None) -> list[str]:
         except SandboxUnavailable:
             continue  # not to be used now: nothing can be in use in it
         try:
-            done += _data.settle_store(store)
+            done += [*images.sweep(store), *_data.settle_store(store)]
         finally:
             store.close()
     return [*done, *unmount_unused()]
