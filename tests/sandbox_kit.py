@@ -44,18 +44,17 @@ async def sandboxes(
 def overlay_store() -> Path:
     """The default store's folder, with an overlay store in it that has the base image too (5 s, the first time)."""
     folder = cache_dir() / "store"
-    ours = Store.open(kind="btrfs")
+    store = Store.open(kind="overlay")
     try:
-        store = Store.open(kind="overlay")
-        try:
-            base = images.find(ours, "base")
-            found = images.read_info(store, "base")
-            if found is None or found.digest != base.digest or not (store.images / "base").is_dir():
-                images.import_directory(store, "base", base.path)
-        finally:
-            store.close()
+        found = images.read_info(store, "base")
+        if found is None or found.recipe != images.RECIPE or not (store.images / "base").is_dir():
+            ours = Store.open(kind="btrfs")
+            try:
+                images.import_directory(store, "base", images.find(ours, "base").path)
+            finally:
+                ours.close()
     finally:
-        ours.close()
+        store.close()
     return folder
 
 

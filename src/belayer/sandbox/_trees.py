@@ -7,6 +7,7 @@ image lies at `<store>/images/<name>`, a snapshot at `<store>/runs-data/<run>/<i
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -154,7 +155,20 @@ def remove_tree(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Like `rm -rf`. A full disk must not keep it from going on with the rest."""
+    """Like `rm -rf`, also of what `set_immutable` protects. One failure does not end it before the rest is done."""
+    failures = _try_remove(path)
+    if any(error.errno == errno.EPERM for error in failures):
+        for folder, _, files in os.walk(path):
+            for name in ("", *files):
+                entry = Path(folder, name)
+                if not entry.is_symlink() and (entry.is_dir() or entry.is_file()):
+                    _btrfs.set_immutable(entry, False)
+        failures = _try_remove(path)
+    if failures:
+        raise failures[0]
+
+
+def _try_remove(path: Path) -> list[OSError]:
     failures: list[OSError] = []
 
     def note(function: object, name: str, info: tuple[type[BaseException], BaseException, object]) -> None:
@@ -163,5 +177,4 @@ def _remove_folder(path: Path) -> None:
             failures.append(error)
 
     shutil.rmtree(path, onerror=note)
-    if failures:
-        raise failures[0]
+    return failures
