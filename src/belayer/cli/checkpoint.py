@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from belayer.sandbox._data import RunPlaces
 from belayer.sandbox.store import Store
 from belayer.sandbox.transfer import export_checkpoint, import_checkpoint
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 
 
 def list_command(run: Path) -> int:
@@ -28,7 +29,9 @@ def list_command(run: Path) -> int:
     readable = places.manifests()
     damaged = sorted({path.stem for path in places.checkpoints.glob("*.json")} - {manifest.id for manifest in readable})
     table = Table(box=None, pad_edge=False)
-    for heading in ("checkpoint", "sandbox", "action", "level", "survives", "images in", "MB", "taken"):
+    # ids are there to be copied: they are never cut
+    table.add_column("checkpoint", no_wrap=True, min_width=max((len(manifest.id) for manifest in readable), default=0))
+    for heading in ("sandbox", "action", "level", "survives", "images in", "MB", "taken"):
         table.add_column(heading, no_wrap=True)
     for manifest in readable:
         table.add_row(*_row(places, manifest))

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import subprocess
 import tarfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, cast
 
 import google_crc32c
 import msgspec
@@ -39,6 +40,7 @@ class SocketFile(msgspec.Struct, frozen=True):
     mode: int
     uid: int
     gid: int
+    mtime_ns: int
 
 
 class About(msgspec.Struct, frozen=True):
@@ -53,7 +55,9 @@ class ArchiveWriter:
     """Writes the members in their order; `finish` makes the archive valid. Raises `OSError`."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20)  # noqa: SIM115
+        self._sink = _Sink(file)
+        sink = cast(BinaryIO, self._sink)
+        self._tar = tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20)  # noqa: SIM115
         self._checksum = 0
 
     def add(self, name: str, content: bytes) -> None:
@@ -69,6 +73,10 @@ class ArchiveWriter:
 
     def extend(self, block: bytes) -> None:
         self._checksum = google_crc32c.extend(self._checksum, block)
+
+    def abandon(self) -> None:
+        """Write nothing more."""
+        self._sink.abandon()
 
     def finish(self) -> None:
         """Write the end."""
@@ -198,7 +206,13 @@ def find_sockets(root: Path) -> list[SocketFile]:
             if path.is_socket() and not path.is_symlink():
                 status = path.lstat()
                 found.append(
-                    SocketFile(str(path.relative_to(root)), status.st_mode & 0o7777, status.st_uid, status.st_gid)
+                    SocketFile(
+                        str(path.relative_to(root)),
+                        status.st_mode & 0o7777,
+                        status.st_uid,
+                        status.st_gid,
+                        status.st_mtime_ns,
+                    )
                 )
     return found
 
@@ -209,9 +223,12 @@ def make_sockets(root: Path, sockets: list[SocketFile]) -> None:
         path = root / socket.path
         if not path.parent.resolve().is_relative_to(root.resolve()) or os.path.lexists(path):
             raise CheckpointDamaged(f"the archive has a socket at a place where it cannot be: {socket.path}")
-        os.mknod(path, 0o140000 | socket.mode)
+        folder = path.parent.stat()
+        os.mknod(path, stat.S_IFSOCK | socket.mode)
         os.chown(path, socket.uid, socket.gid, follow_symlinks=False)
         os.chmod(path, socket.mode)
+        os.utime(path, ns=(socket.mtime_ns, socket.mtime_ns))
+        os.utime(path.parent, ns=(folder.st_atime_ns, folder.st_mtime_ns))
 
 
 def copy_blocks(blocks: Iterator[bytes], target: Path) -> None:
@@ -243,6 +260,19 @@ class _Summed:
         block = self._file.read(size)
         self._archive.extend(block)
         return block
+
+
+class _Sink:
+    """Where the archive goes. `tarfile` writes what it still has even when it is only thrown away."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file: BinaryIO | None = file
+
+    def write(self, block: bytes) -> int:
+        return self._file.write(block) if self._file is not None else len(block)
+
+    def abandon(self) -> None:
+        self._file = None
 
 
 class _Drain:

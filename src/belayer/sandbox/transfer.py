@@ -95,16 +95,20 @@ def import_checkpoint(file: Path, checkpoints: Path, store: Store) -> Manifest:
 
 def _write(out: BinaryIO, manifest: Manifest, images: dict[str, BinaryIO], root: Path) -> None:
     archive = _archive.ArchiveWriter(out)
-    archive.add("manifest.json", encode_manifest(manifest))
-    about = _archive.About(_archive.FORMAT, versions()["belayer"], _archive.find_sockets(root))
-    archive.add("checkpoint.json", msgspec.json.encode(about))
-    for name, content in images.items():
-        archive.add_file(f"images/{name}", content, manifest.images[name].size)
-    failpoints.hit("checkpoint.export.images")
-    for number, piece in enumerate(_archive.pack_tree(root)):
-        archive.add(f"tree/{number:06}", piece)
-    failpoints.hit("checkpoint.export.tree")
-    archive.finish()
+    try:
+        archive.add("manifest.json", encode_manifest(manifest))
+        version = versions().get("belayer", "unknown")
+        about = _archive.About(_archive.FORMAT, version, _archive.find_sockets(root))
+        archive.add("checkpoint.json", msgspec.json.encode(about))
+        for name, content in images.items():
+            archive.add_file(f"images/{name}", content, manifest.images[name].size)
+        failpoints.hit("checkpoint.export.images")
+        for number, piece in enumerate(_archive.pack_tree(root)):
+            archive.add(f"tree/{number:06}", piece)
+        failpoints.hit("checkpoint.export.tree")
+        archive.finish()
+    finally:
+        archive.abandon()
 
 
 def _unpack(reader: _archive.ArchiveReader, manifest: Manifest, about: _archive.About, data: RunData) -> Manifest:
