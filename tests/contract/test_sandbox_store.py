@@ -16,7 +16,7 @@ from tests.conftest import needs_root
 
 from belayer.errors import SandboxUnavailable
 from belayer.ownership import RunLabel
-from belayer.sandbox._overlay import OverlayTrees
+from belayer.sandbox._overlay import OverlayTrees, mount_overlay, unmount_overlay
 from belayer.sandbox._trees import Root, StoreKind, remove_tree
 from belayer.sandbox.store import Store, existing_kinds
 
@@ -309,3 +309,28 @@ def test_no_room_is_an_error_that_says_so(small_disk):
         finally:
             made.close()
             store.close()
+
+
+def test_auto_takes_overlay_where_no_btrfs_can_be_made(tmp_path):
+    store = Store.open(tmp_path / "s", 1 << 20)  # mkfs.btrfs refuses so small a file
+    try:
+        assert store.trees.kind == "overlay" and "btrfs" in store.why_not_btrfs
+        assert not store.has_quota and store.images.is_dir()
+        assert existing_kinds(tmp_path / "s") == ["overlay"], "a file that is of no use stayed"
+    finally:
+        store.close()
+    with pytest.raises(SandboxUnavailable):
+        Store.open(tmp_path / "s", 1 << 20, kind="btrfs")
+    # a folder that cannot hold a layer: the layer of another overlay
+    for name in ("lower", "upper", "work"):
+        (tmp_path / name).mkdir()
+    with RunLabel.new("store contract") as label:
+        point = label.dir / "mnt"
+        point.mkdir()
+        mount_overlay(tmp_path / "lower", tmp_path, point)
+        try:
+            with pytest.raises(SandboxUnavailable, match="overlay"):
+                Store.open(point / "s", kind="overlay")
+            assert not list((point / "s").iterdir()), "the trial stayed"
+        finally:
+            unmount_overlay(point)

@@ -16,7 +16,7 @@ from belayer.engine.images.restore import check_host
 from belayer.engine.images.store import ImageStore
 from belayer.errors import EngineError
 from belayer.ownership.reap import leftovers, live_labels, reap
-from belayer.sandbox import Capability, probe
+from belayer.sandbox import Capability, best_level, probe
 from belayer.sandbox import reap as reap_sandboxes
 
 console = Console(highlight=False)
@@ -73,10 +73,7 @@ def _print(capabilities: list[Capability]) -> None:
 
 def _level(capabilities: list[Capability]) -> str:
     """The best checkpoint level that follows."""
-    have = {item.name: item.ok for item in capabilities}
-    if have.get("checkpoint and restore (CRIU)") and have.get("sandbox store (btrfs)"):
-        return "full"
-    return "none"
+    return best_level(capabilities) or "none"
 
 
 def _engine() -> list[Capability]:

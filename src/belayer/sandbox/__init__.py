@@ -3,9 +3,10 @@
 from belayer.checkpoint.manifest import Manifest
 from belayer.sandbox._levels import Restored
 from belayer.sandbox._session import ExecResult
-from belayer.sandbox.capabilities import Capability, probe
+from belayer.sandbox._verdict import Capability, best_level
+from belayer.sandbox.capabilities import probe
 from belayer.sandbox.cleanup import reap
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.manager import Sandboxes
 
-__all__ = ["Capability", "ExecResult", "Manifest", "Restored", "Sandbox", "Sandboxes", "probe", "reap"]
+__all__ = ["Capability", "ExecResult", "Manifest", "Restored", "Sandbox", "Sandboxes", "best_level", "probe", "reap"]

@@ -16,16 +16,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
 from belayer.errors import BelayerError, SandboxUnavailable
 from belayer.ownership import RunLabel, cache_dir
 from belayer.sandbox import _btrfs, _cgroup, _loop, criu, images
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
 from belayer.sandbox._netns import fresh_netns
+from belayer.sandbox._overlay import check_overlay
 from belayer.sandbox._session import InitState, Session
-from belayer.sandbox.store import Store
+from belayer.sandbox._verdict import BTRFS, CONTAINER, CRIU, OVERLAY, Capability, verdict
+from belayer.sandbox.store import FILE, Store, existing_kinds
 
 SETUP = "scripts/setup.sh"
 BASE_IMAGE = "base"
@@ -36,16 +36,6 @@ TRIAL_MEMORY, TRIAL_PIDS = 64 << 20, 32
 _CAP_SYS_ADMIN = 21
 
 
-class Capability(msgspec.Struct, frozen=True):
-    """One thing this host can or cannot do. `required`: nothing works without it."""
-
-    name: str
-    ok: bool
-    detail: str
-    how_to_get: str = ""
-    required: bool = False
-
-
 def probe() -> list[Capability]:
     """Try everything that sandboxes need; well below 3 s, and nothing is left behind.
 
@@ -54,20 +44,16 @@ def probe() -> list[Capability]:
     root = _root()
     if not root.ok:
         why = "not tried: needs root"
-        names = ("namespaces", "seccomp", "checkpoint and restore (CRIU)", "sandbox store (btrfs)")
-        untried = [Capability(name, False, why, "run as root", required=True) for name in names]
-        return [
-            root,
-            _cgroups(None),
-            *untried,
-            _disk(),
-            Capability(_image_name(), False, why, "run as root", required=True),
-        ]
-    with RunLabel.new("belayer doctor") as label:
-        container = _in_thread(lambda: asyncio.run(_try_container(label)))
-        store, image = _store(label)
-    criu.forget_kernel_features()
-    return [root, *container, store, image, _disk()]
+        names = (*CONTAINER, _image_name(), CRIU, BTRFS, OVERLAY)
+        untried = [Capability(name, False, why, "run as root", name not in (CRIU, BTRFS, OVERLAY)) for name in names]
+        found = [root, _cgroups(None), *untried, _disk()]
+    else:
+        with RunLabel.new("belayer doctor") as label:
+            container = _in_thread(lambda: asyncio.run(_try_container(label)))
+            btrfs, overlay = _btrfs_store(label), _overlay_store()
+        criu.forget_kernel_features()
+        found = [root, *container, btrfs, overlay, _image(), _disk()]
+    return [*found, verdict(found)]
 
 
 def _in_thread(work: Callable[[], list[Capability]]) -> list[Capability]:
@@ -106,8 +92,7 @@ async def _try_container(label: RunLabel) -> list[Capability]:
         ),
         trial.line("seccomp", "a kernel with CONFIG_SECCOMP_FILTER"),
         trial.line(
-            "checkpoint and restore (CRIU)",
-            "scripts/install_criu.sh builds CRIU 4.2; the kernel needs CHECKPOINT_RESTORE",
+            CRIU, "scripts/install_criu.sh builds CRIU 4.2; the kernel needs CHECKPOINT_RESTORE", required=False
         ),
     ]
 
@@ -115,7 +100,7 @@ async def _try_container(label: RunLabel) -> list[Capability]:
 class _Trial:
     """The steps in their order; the first one that fails leaves the later ones untried."""
 
-    _STEPS = ("sandbox program", "namespaces", "seccomp", "checkpoint and restore (CRIU)")
+    _STEPS = (*CONTAINER, CRIU)
 
     def __init__(self, label: RunLabel) -> None:
         self.limits: set[str] | None = None
@@ -131,12 +116,12 @@ class _Trial:
         self._work = self._place / "work"
         self._images = label.shm / "probe"
 
-    def line(self, name: str, how: str) -> Capability:
+    def line(self, name: str, how: str, *, required: bool = True) -> Capability:
         if name in self._good:
-            return Capability(name, True, self._good[name], how, required=True)
+            return Capability(name, True, self._good[name], how, required)
         first = next(step for step in self._STEPS if step not in self._good)
         detail = self._failure if name == first else f"not tried: {first} failed"
-        return Capability(name, False, detail, how, required=True)
+        return Capability(name, False, detail, how, required)
 
     def failed(self, why: str) -> None:
         self._failure = why
@@ -156,7 +141,7 @@ class _Trial:
         before = await self._session.ping(STEP_TIMEOUT_S)
         self._good["namespaces"] = "pid, mount, network, ipc and uts"
         self._good["seccomp"] = _seccomp(pid)
-        self._good["checkpoint and restore (CRIU)"] = await self._dump_and_restore(keeper, pid, before)
+        self._good[CRIU] = await self._dump_and_restore(keeper, pid, before)
 
     def _make_places(self, program: Path) -> None:
         self._place.mkdir()
@@ -282,24 +267,37 @@ def _limits_in_force(folders: list[Path]) -> set[str]:
     return found
 
 
-def _store(label: RunLabel) -> tuple[Capability, Capability]:
-    """Lines for the store and for the base image, which is in the store."""
-    name, how = "sandbox store (btrfs)", f"{SETUP} installs btrfs-progs; the kernel needs btrfs and loop devices"
+def _btrfs_store(label: RunLabel) -> Capability:
+    how = f"{SETUP} installs btrfs-progs; the kernel needs btrfs and loop devices"
     folder = cache_dir() / "store"
-    no_image = Capability(_image_name(), False, "not made: there is no store yet", SETUP, required=True)
     try:
-        if not folder.is_dir() or not (_btrfs.is_btrfs(folder) or (folder / "store.btrfs").exists()):
-            detail = _try_scratch_btrfs(label)
-            return Capability(name, True, f"not made yet; {detail}", how, required=True), no_image
-        store = Store.open()
+        if "btrfs" not in existing_kinds(folder):
+            return Capability(BTRFS, True, f"not made yet; {_try_scratch_btrfs(label)}", how)
+        store = Store.open(kind="btrfs")
     except (BelayerError, OSError) as error:
-        return Capability(name, False, _sentence(error), how, required=True), no_image
+        return Capability(BTRFS, False, _sentence(error), how)
     try:
-        kind = "on the host's btrfs" if store.mount_point is None else f"file {folder / 'store.btrfs'}, loop-mounted"
-        detail = f"{kind}; {store.free_bytes() >> 30} GB free in it"
-        return Capability(name, True, detail, how, required=True), _image(store)
+        kind = "on the host's btrfs" if store.mount_point is None else f"file {folder / FILE}, loop-mounted"
+        return Capability(BTRFS, True, f"{kind}; {store.free_bytes() >> 30} GB free in it", how)
     finally:
         store.close()
+
+
+def _overlay_store() -> Capability:
+    how = "the kernel needs overlayfs; ext4, XFS and tmpfs can hold such a store"
+    folder = cache_dir() / "store"
+    made = "overlay" in existing_kinds(folder)
+    try:
+        check_overlay(_existing(folder))
+    except (BelayerError, OSError) as error:
+        return Capability(OVERLAY, False, _sentence(error), how)
+    return Capability(OVERLAY, True, f"{folder} can hold one; {'made' if made else 'not made'}", how)
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def _try_scratch_btrfs(label: RunLabel) -> str:
@@ -331,18 +329,27 @@ def _image_name() -> str:
     return f"sandbox image {BASE_IMAGE}"
 
 
-def _image(store: Store) -> Capability:
-    info = images.read_info(store, BASE_IMAGE)
-    if info is None or not (store.images / BASE_IMAGE).is_dir():
-        return Capability(_image_name(), False, "not made", SETUP, required=True)
-    detail = f"{info.files} files, {info.bytes >> 20} MB, {info.digest[:19]}, {info.source.partition(':')[0]}"
-    return Capability(_image_name(), True, detail, SETUP, required=True)
+def _image() -> Capability:
+    """The base image, in the store that `auto` takes."""
+    kinds = existing_kinds(cache_dir() / "store")
+    if not kinds:
+        return Capability(_image_name(), False, "not made: there is no store yet", SETUP, required=True)
+    try:
+        store = Store.open(kind=kinds[0])
+    except (BelayerError, OSError) as error:
+        return Capability(_image_name(), False, f"its store cannot be opened: {_sentence(error)}", SETUP, required=True)
+    try:
+        info = images.read_info(store, BASE_IMAGE)
+        if info is None or not (store.images / BASE_IMAGE).is_dir():
+            return Capability(_image_name(), False, "not made", SETUP, required=True)
+        detail = f"{info.files} files, {info.bytes >> 20} MB, {info.digest[:19]}, {info.source.partition(':')[0]}"
+        return Capability(_image_name(), True, detail, SETUP, required=True)
+    finally:
+        store.close()
 
 
 def _disk() -> Capability:
-    folder = cache_dir()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _existing(cache_dir())
     free = shutil.disk_usage(folder).free
     detail = f"{folder}: {free >> 30} GB free"
     return Capability("disk room", free >= DISK_ROOM, detail, f"free at least {DISK_ROOM >> 30} GB below {folder}")
