@@ -24,7 +24,7 @@ from typing import BinaryIO
 from belayer.errors import ImageError
 
 _OPENAT2 = 437
-_RESOLVE_IN_ROOT, _RESOLVE_NO_MAGICLINKS = 0x10, 0x02
+_RESOLVE_IN_ROOT, _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 0x10, 0x02, 0x04
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _XATTR = "SCHILY.xattr."
@@ -209,14 +209,14 @@ class Unpacker:
             os.close(fd)
 
     def _open_in_root(self, path: str) -> int:
-        return _open_in(self._root, path, _DIRECTORY)
+        return open_in(self._root, path, _DIRECTORY)
 
 
 def exists_in(root: str | os.PathLike[str], path: str) -> bool:
     """Is there anything at `path` when links are followed as if `root` were the root directory?"""
     top = os.open(root, _DIRECTORY)
     try:
-        os.close(_open_in(top, path, os.O_PATH | os.O_CLOEXEC))
+        os.close(open_in(top, path, os.O_PATH | os.O_CLOEXEC))
         return True
     except (FileNotFoundError, NotADirectoryError, ImageError):
         return False
@@ -224,8 +224,13 @@ def exists_in(root: str | os.PathLike[str], path: str) -> bool:
         os.close(top)
 
 
-def _open_in(root: int, path: str, flags: int) -> int:
-    how = struct.pack("<QQQ", flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+def open_in(root: int, path: str, flags: int, *, links: bool = True) -> int:
+    """Open `path` as if the folder `root` were the root directory; with `links=False`, no link on the way is followed.
+
+    Raises `OSError`, and `ImageError` when there are too many links.
+    """
+    resolve = _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS | (0 if links else _RESOLVE_NO_SYMLINKS)
+    how = struct.pack("<QQQ", flags, 0, resolve)
     fd = _libc.syscall(ctypes.c_long(_OPENAT2), ctypes.c_int(root), os.fsencode(path), how, ctypes.c_size_t(len(how)))
     if fd < 0:
         number = ctypes.get_errno()

@@ -26,6 +26,7 @@ FILES = (
     "init.c",
     "jobs.c",
     "run.c",
+    "copy.c",
     "shell.c",
     "tree.c",
     "guest.c",

@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,11 +122,15 @@ class Session:
         fence: Fence | None = None,
         builtin: bool = False,
         quiet_s: float = 0.0,
+        sink: Callable[[bytes], object] | None = None,
     ) -> ExecResult:
-        """Run one command in a fresh process. Raises `SandboxLost` after `timeout_s + grace_s` without an answer."""
+        """Run one command in a fresh process. Raises `SandboxLost` after `timeout_s + grace_s` without an answer.
+
+        `sink` takes the output as it comes, instead of the result.
+        """
         parts = [_job(fence, timeout_s, quiet_s, limit), bytes([builtin]), _text(cwd), _texts(argv)]
         parts.append(_texts([f"{key}={value}" for key, value in env.items()]))
-        return await self._run(b"X", b"".join(parts), stdin, timeout_s + grace_s, limit)
+        return await self._run(b"X", b"".join(parts), stdin, timeout_s + grace_s, limit, sink)
 
     async def shell(
         self,
@@ -175,10 +179,16 @@ class Session:
         raise SandboxLost(f"sandbox {self._name} closed the connection without an answer")
 
     async def _run(
-        self, kind: bytes, payload: bytes, stdin: bytes | memoryview, deadline_s: float, limit: int
+        self,
+        kind: bytes,
+        payload: bytes,
+        stdin: bytes | memoryview,
+        deadline_s: float,
+        limit: int,
+        sink: Callable[[bytes], object] | None = None,
     ) -> ExecResult:
         try:
-            return await _within(deadline_s, self._ask_run(kind, payload, stdin, limit))
+            return await _within(deadline_s, self._ask_run(kind, payload, stdin, limit, sink))
         except TimeoutError:
             raise SandboxLost(
                 f"sandbox {self._name} is silent {deadline_s:.1f} s after a command was sent",
@@ -187,8 +197,16 @@ class Session:
         except OSError as error:
             raise SandboxLost(f"sandbox {self._name} broke off in the middle of a command: {error}") from error
 
-    async def _ask_run(self, kind: bytes, payload: bytes, stdin: bytes | memoryview, limit: int) -> ExecResult:
+    async def _ask_run(
+        self,
+        kind: bytes,
+        payload: bytes,
+        stdin: bytes | memoryview,
+        limit: int,
+        sink: Callable[[bytes], object] | None,
+    ) -> ExecResult:
         out, err = bytearray(), bytearray()
+        taken = 0
         connection = await self._connect()
         feeder: asyncio.Task[None] | None = None
         try:
@@ -197,7 +215,10 @@ class Session:
             if stdin:
                 feeder = asyncio.create_task(connection.feed(stdin))
             async for answer, data in connection:
-                if answer == b"o":
+                if answer == b"o" and sink is not None:
+                    taken += len(data)
+                    sink(data)
+                elif answer == b"o":
                     out += data
                 elif answer == b"e":
                     err += data
@@ -206,7 +227,7 @@ class Session:
                     return _result(data, bytes(out), bytes(err))
                 else:
                     self._refused(answer, data)
-                if len(out) + len(err) > limit:
+                if taken + len(out) + len(err) > limit:
                     raise SandboxLost(f"the init of sandbox {self._name} sends more than it was asked for")
         finally:
             if feeder is not None:

@@ -66,10 +66,14 @@ struct command {
     char **argv, **envp;
     const char *cwd;
     int in, out, err; /* become 0, 1, 2 */
-    bool builtin;     /* argv[0] is read, write or stat */
+    bool builtin;     /* argv[0] is read, write, stat, pack or unpack */
 };
 void supervise(const struct command *c, int status_fd) __attribute__((noreturn));
 char **with_image_env(char **envp);
+
+/* copy.c: the exit code is an errno */
+int pack_main(char **argv);
+int unpack_main(char **argv);
 
 /* what a supervisor writes to its status pipe */
 struct outcome {

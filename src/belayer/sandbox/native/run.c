@@ -64,6 +64,8 @@ static int builtin(char **argv) {
         if (close(fd) && !error) error = errno;
         return error ? fail(path, error) : 0;
     }
+    if (!strcmp(argv[0], "pack")) return pack_main(argv);
+    if (!strcmp(argv[0], "unpack")) return unpack_main(argv);
     return fail(argv[0], ENOSYS);
 }
 
