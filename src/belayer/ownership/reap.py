@@ -145,12 +145,20 @@ def _netns() -> Iterator[Leftover]:
 def _cgroups() -> Iterator[Leftover]:
     # os.walk passes over what another run removes while we look
     roots = [CGROUP_ROOT, *(p for p in CGROUP_ROOT.iterdir() if p.is_dir())] if CGROUP_ROOT.is_dir() else []
-    for root in roots:
+    for root in dict.fromkeys([*roots, *_cgroup_mounts()]):
         base = root / "belayer"
         for group in _names(base):
             # innermost first: a cgroup with children refuses to go
             for folder, _, _ in os.walk(base / group, topdown=False):
                 yield Leftover(group, "cgroup", folder)
+
+
+def _cgroup_mounts() -> Iterator[Path]:
+    """Wherever a host has its hierarchies: not all have them below /sys/fs/cgroup."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, kind = line.partition(" - ")
+        if kind.startswith(("cgroup ", "cgroup2 ")):
+            yield Path(left.split(" ")[4].encode().decode("unicode_escape"))
 
 
 def _names(folder: Path) -> list[str]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from belayer.errors import SandboxUnavailable
+
 ROOT = "belayer"
 INNER = "libpod-*"  # what podman names a container's own cgroup
 _CONTROLLERS = ("memory", "pids", "cpu", "devices")
@@ -102,10 +104,16 @@ def run_folders(label: str) -> list[Path]:
 
 
 def make_run(label: str) -> None:
-    """Make the run's cgroups and pass the controllers of v2 down to them."""
+    """Make the run's cgroups and pass the controllers of v2 down to them. Raises `SandboxUnavailable`."""
     host = hierarchies()
     for folder in run_folders(label):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SandboxUnavailable(
+                f"no cgroup can be made at {folder}: {error.strerror}",
+                next_step="an outer container needs --privileged and a writable /sys/fs/cgroup",
+            ) from error
     if host.unified:
         for name in sorted(host.delegable):
             for folder in (host.unified, host.unified / ROOT, host.unified / ROOT / label):
