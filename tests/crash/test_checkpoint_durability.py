@@ -156,6 +156,21 @@ def test_a_power_failure_right_after_the_write(tmp_path):
     file = store.file
     store.close()
 
+    def barriers() -> bool:
+        """Of the store as a run opens it that has not to survive a reboot itself."""
+        store = Store.open(store_folder, 1 << 30, durable=False)
+        try:
+            options = [
+                line.split()[3]
+                for line in Path("/proc/mounts").read_text().splitlines()
+                if line.split()[1] == str(store.root)
+            ]
+            return "nobarrier" not in options[0].split(",")
+        finally:
+            store.close()
+
+    assert not barriers()
+
     async def before() -> Manifest:
         async with durable(folder, **config) as manager:
             box = await manager.create("s")
@@ -179,7 +194,9 @@ def test_a_power_failure_right_after_the_write(tmp_path):
             )
             await manager.discard("s")
 
-    asyncio.run(after(asyncio.run(before())))
+    manifest = asyncio.run(before())
+    assert barriers(), "another run may not endanger what survives a reboot"
+    asyncio.run(after(manifest))
 
 
 def test_a_flipped_byte_anywhere_is_refused(tmp_path, image):

@@ -49,7 +49,7 @@ def list_command(run: Path) -> int:
 def export_command(run: Path, checkpoint_id: str, file: Path) -> int:
     """Write the archive."""
     checkpoints = _checkpoints(run)
-    with _store(run) as store:
+    with _store(run, durable=False) as store:
         manifest = export_checkpoint(checkpoints, checkpoint_id, file, store)
     console.print(
         f"exported checkpoint {manifest.id} (sandbox {manifest.sandbox}, action {manifest.action}) to {file}, "
@@ -65,7 +65,7 @@ def import_command(file: Path, run: Path) -> int:
         raise RunError(f"there is no file {file}", next_step="check the path")
     directory = RunDirectory.open(run) if (run / "run.json").is_file() else None
     try:
-        with _store(run) as store:
+        with _store(run, durable=True) as store:
             manifest = import_checkpoint(file, run / "checkpoints", store)
     finally:
         if directory is not None:
@@ -102,13 +102,13 @@ def _checkpoints(run: Path) -> Path:
 
 
 @contextmanager
-def _store(run: Path) -> Iterator[Store]:
+def _store(run: Path, *, durable: bool) -> Iterator[Store]:
     """The store that the run uses, by its own configuration; for a new run by this process's."""
     config = load_config().sandbox
     if (run / "run.json").is_file():
         about = json.loads((run / "run.json").read_text())
         config = SandboxConfig.model_validate(about.get("config", {}).get("sandbox", {}))
-    store = Store.open(config.store, config.store_bytes, kind=config.store_kind)
+    store = Store.open(config.store, config.store_bytes, kind=config.store_kind, durable=durable)
     try:
         yield store
     finally:

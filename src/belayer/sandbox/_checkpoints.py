@@ -31,6 +31,7 @@ from belayer.sandbox.container import Sandbox
 from belayer.sandbox.store import storage_errors
 
 KEEP = 2  # newest checkpoints kept of each sandbox
+CANCELLED_S = 8.0  # a cancelled command is killed within five
 SHM_RESERVE = 64 << 20  # bytes of memory-backed storage that are left to others
 _SLACK = 4 << 20  # bytes of images beside the memory itself
 
@@ -137,14 +138,15 @@ class Checkpoints:
             )
         self.levels.check(manifest)
         check_fits(manifest)
-        if folder is None:
+        if folder is None and manifest.images:
             raise CheckpointDamaged(f"the process images of checkpoint {manifest.id} are gone")
         if not snapshot.is_dir():
             raise CheckpointDamaged(f"the file-system snapshot of checkpoint {manifest.id} is gone")
         if self.data.store.trees.identity(snapshot) != manifest.fs_identity:
             raise CheckpointDamaged(f"the file-system snapshot of checkpoint {manifest.id} was changed")
-        verify_images(folder, manifest.images)
-        return folder
+        if folder is not None:
+            verify_images(folder, manifest.images)
+        return folder or self.data.memory / manifest.id  # `fs`: nothing is read from there
 
     # -- taking one ----------------------------------------------------------------------------------------------------
     async def capture(
@@ -162,8 +164,11 @@ class Checkpoints:
         asked = level
         level, reason = self.levels.start(asked)
         state = await sandbox.session.ping()
-        if state.jobs:
-            raise CheckpointRefused(f"sandbox {sandbox.name} still runs {state.jobs} commands that were cancelled")
+        while state.jobs:  # cancelled a moment ago, and still being killed
+            if time.perf_counter() - begun > CANCELLED_S:
+                raise CheckpointRefused(f"sandbox {sandbox.name} still runs {state.jobs} commands that were cancelled")
+            await asyncio.sleep(0.005)
+            state = await sandbox.session.ping()
         self._sequence += 1
         sequence = self._sequence
         checkpoint_id = f"{safe_name(sandbox.name)}-g{sandbox.generation}-{sequence}-{secrets.token_hex(3)}"

@@ -28,7 +28,7 @@ from belayer.errors import CheckpointDamaged
 from belayer.faults import failpoints
 from belayer.ownership import labels
 from belayer.sandbox import _claims, _pins
-from belayer.sandbox.store import Store, remove_tree
+from belayer.sandbox.store import DURABLE, Store, remove_tree
 
 PREFIX = "data-"
 IMPORT_PREFIX = ".import-"  # and the label of the process that unpacks a checkpoint there
@@ -123,6 +123,16 @@ class RunData(RunPlaces):
         failpoints.hit("checkpoint.remove.images")
         remove_tree(self.snapshots / checkpoint_id)
         return True
+
+    def mark_durable(self) -> None:
+        """A snapshot of this run is about to be promised to survive a reboot: the store must be kept sound for it."""
+        mark = self.snapshots / DURABLE
+        if not mark.exists():
+            fd = os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def to_disk(self, checkpoint_id: str) -> None:
         """Move one checkpoint's images from memory to disk. Raises `OSError`; they are then still in memory."""

@@ -57,9 +57,9 @@ def mount_file(file: Path, target: Path, *, barriers: bool = True) -> None:
             os.close(fd)  # AUTOCLEAR: a device that was not mounted goes now
 
 
-def use_barriers(target: Path) -> None:
-    """Have a mounted file system outlive a power failure from now on. Raises `OSError`."""
-    mount("none", target, "btrfs", MS_REMOUNT | MS_NOATIME, f"discard=async,{_barrier(True)}")
+def use_barriers(target: Path, wanted: bool = True) -> None:
+    """Have a mounted file system outlive a power failure from now on, or not. Raises `OSError`."""
+    mount("none", target, "btrfs", MS_REMOUNT | MS_NOATIME, f"discard=async,{_barrier(wanted)}")
 
 
 def _barrier(wanted: bool) -> str:

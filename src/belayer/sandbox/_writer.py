@@ -130,6 +130,7 @@ class Writer:
         else:  # moved here to free memory: complete, but perhaps not on the disk
             sync_images(target, manifest.images, lambda: self._pause(manifest))
         sync_snapshot(data.snapshots / manifest.id)
+        data.mark_durable()
         with data.publishing:
             if not self._exists(manifest):
                 raise _Garbage

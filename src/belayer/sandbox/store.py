@@ -37,6 +37,7 @@ __all__ = ["Store", "existing_kinds", "remove_tree", "storage_errors", "unmount_
 
 FILE = "store.btrfs"
 MOUNT_PREFIX = "store-"
+DURABLE = "durable"  # a file in a run's folder of snapshots, once one of them was promised to survive a reboot
 RESERVE_FILES = 6000
 SHARE = 4  # one sandbox may write this part of a store file
 RESERVE = 512 << 20  # bytes that must be free below a store file to make a root or a checkpoint
@@ -140,7 +141,9 @@ class Store:
                 if not _is_mounted(point):
                     if not file.exists():
                         _make_file(file, size)
-                    _loop.mount_file(file.resolve(), point, barriers=durable)
+                    _loop.mount_file(file.resolve(), point)
+                    if not durable and not has_durable(point):
+                        _loop.use_barriers(point, False)
                     _reserve_metadata(point)
                 elif durable:
                     _loop.use_barriers(point)
@@ -218,6 +221,11 @@ def existing_kinds(folder: Path) -> list[StoreKind]:
     if (folder / OVERLAY).is_dir():
         kinds.append("overlay")
     return kinds
+
+
+def has_durable(root: Path) -> bool:
+    """Has the store a checkpoint that is to survive a reboot, of whichever run? Its file must then stay sound."""
+    return any((root / "runs-data").glob(f"*/{DURABLE}"))
 
 
 def unmount_unused() -> list[str]:

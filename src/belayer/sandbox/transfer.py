@@ -133,6 +133,7 @@ def _unpack(reader: _archive.ArchiveReader, manifest: Manifest, about: _archive.
     for place in (data.disk, data.checkpoints, data.checkpoints.parent):
         sync_folder(place)
     sync_snapshot(data.snapshots / manifest.id)
+    data.mark_durable()
     newest = max((known.sequence for known in data.manifests()), default=0)
     imported = msgspec.structs.replace(manifest, fs_identity=identity, sequence=newest + 1, durability="host")
     write_manifest(data.manifest_path(manifest.id), imported, durable=True)
