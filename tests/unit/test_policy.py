@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from belayer.checkpoint import Situation, make_policy
-from belayer.checkpoint.policy import Adaptive, LogNormal, expected_exposed
+from belayer.checkpoint.policy import Adaptive
+from belayer.checkpoint.predictors import LogNormal, expected_exposed
 from belayer.config import PolicyConfig
 
 pytestmark = pytest.mark.unit
 
 
-@pytest.mark.parametrize("name", ["adaptive", "always", "never", "every-n"])
+@pytest.mark.parametrize("name", ["adaptive", "always", "never", "every-n", "young-daly", "paper"])
 def test_nothing_changed_means_no_checkpoint(name):
     decision = make_policy(PolicyConfig(name=name)).decide(Situation(actions_since=0, redo_s=100.0))
     assert not decision.take and decision.why

@@ -1,21 +1,19 @@
 """When to checkpoint: decided at every turn boundary, as the next LLM request leaves and the environment falls idle.
 
-A checkpoint costs only what the rollout has to wait for it. If the bubble (the time the model needs) is B ~ LogNormal
-and a checkpoint takes c, the expected exposed time is
-
-    E[(c - B)+] = c·Φ(d) - exp(m + s²/2)·Φ(d - s),      d = (ln c - m) / s
-
-and it pays when that is below what it saves: the failure rate λ over the time at risk, times the work R that a failure
-would make us redo. Baseline policies are kept by name, so that the choice can be measured.
+A checkpoint costs what the rollout has to wait for it, because the bubble (the time the model needs) was too short, and
+what it takes from the other sandboxes of the host. It saves work that a failure would make us redo. Every policy has a
+name, so that the choice can be measured (`belayer bench policy`); `adaptive` explains its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Protocol
 
 import msgspec
 
+from belayer.checkpoint.predictors import Cost, DiskSpeed, FailureRate, LogNormal, Mean, expected_exposed
 from belayer.config import PolicyConfig
 
 
@@ -24,7 +22,12 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
     actions_since: int  # completed actions that the newest checkpoint does not hold
     redo_s: float  # time to get here again without a new checkpoint: restore or create, then replay
+    restore_s: float = 0.0  # time to get here again with one
+    since_s: float = 0.0  # since the newest checkpoint, or since the rollout began
+    nbytes: float = 0.0  # what a checkpoint would write; 0: not known
     running: int = 0  # checkpoints being taken on this host right now
+    others: float = 0.0  # how many others use the disk, on average
+    remaining_s: float = math.inf  # until the rollout is expected to end
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -33,7 +36,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Policy(Protocol):
-    """Decides; `bubble` and `cost` tell it afterwards how long both really took."""
+    """Decides, and is told afterwards how long things really took."""
 
     name: str
 
@@ -41,7 +44,13 @@ class Policy(Protocol):
 
     def bubble(self, seconds: float) -> None: ...
 
-    def cost(self, seconds: float) -> None: ...
+    def action(self, seconds: float) -> None: ...
+
+    def cost(self, seconds: float, nbytes: float = 0.0) -> None: ...
+
+    def written(self, seconds: float, nbytes: float) -> None:
+        """Writing a checkpoint to the disk took so long, whether or not anybody waited for it."""
+        ...
 
     def failure(self) -> None: ...
 
@@ -52,7 +61,13 @@ class _Deaf:
     def bubble(self, seconds: float) -> None:
         pass
 
-    def cost(self, seconds: float) -> None:
+    def action(self, seconds: float) -> None:
+        pass
+
+    def cost(self, seconds: float, nbytes: float = 0.0) -> None:
+        pass
+
+    def written(self, seconds: float, nbytes: float) -> None:
         pass
 
     def failure(self) -> None:
@@ -71,7 +86,7 @@ class Always(_Deaf):
 
     def decide(self, situation: Situation) -> Decision:
         if situation.actions_since == 0:
-            return Decision(False, "no action since the newest checkpoint")
+            return _NOTHING_NEW
         return Decision(True, "policy always")
 
 
@@ -85,87 +100,125 @@ class EveryN(_Deaf):
         return Decision(due, f"{situation.actions_since} of {self._n} actions since the newest checkpoint")
 
 
-class LogNormal:
-    """Running estimate of a log-normal time, with a weak prior of `median` seconds and spread `sigma`."""
+class _Learning:
+    """What the policies that learn all know: bubbles, actions, costs and failures."""
 
-    def __init__(self, median: float, sigma: float, *, half_life: float = 50.0) -> None:
-        self._m, self._v = math.log(median), sigma**2
-        self._decay = 0.5 ** (1.0 / half_life)
-        self._weight = 3.0
+    def __init__(self, prior_s: float) -> None:
+        self._bubble = LogNormal(1.0, 1.0)
+        self._action = Mean(0.3)
+        self._cost = Cost(0.08)
+        self._disk = DiskSpeed()
+        self._failures = FailureRate(prior_s)
 
-    def add(self, seconds: float) -> None:
-        x = math.log(max(seconds, 1e-6))
-        self._weight = self._weight * self._decay + 1.0
-        step = (x - self._m) / self._weight
-        self._v += ((x - self._m) ** 2 * (1 - 1 / self._weight) - self._v) / self._weight
-        self._m += step
+    def bubble(self, seconds: float) -> None:
+        self._bubble.add(seconds)
+        self._failures.survived(seconds)
+
+    def action(self, seconds: float) -> None:
+        self._action.add(seconds)
+        self._failures.survived(seconds)
+
+    def cost(self, seconds: float, nbytes: float = 0.0) -> None:
+        self._cost.add(seconds, nbytes)
+
+    def written(self, seconds: float, nbytes: float) -> None:
+        self._disk.add(seconds, nbytes)
+
+    def failure(self) -> None:
+        self._failures.failed()
 
     @property
-    def m(self) -> float:
-        return self._m
-
-    @property
-    def s(self) -> float:
-        return math.sqrt(max(self._v, 1e-4))
-
-    def quantile(self, z: float) -> float:
-        """The time that is not exceeded with probability Φ(z)."""
-        return math.exp(self.m + z * self.s)
+    def _turn_s(self) -> float:
+        return self._bubble.mean + self._action.value
 
 
-def expected_exposed(cost_s: float, bubble: LogNormal) -> float:
-    """E[(c − B)+] in seconds for a checkpoint of `cost_s` under a log-normal bubble."""
-    d = (math.log(max(cost_s, 1e-9)) - bubble.m) / bubble.s
-    mean = math.exp(bubble.m + bubble.s**2 / 2)
-    return max(0.0, cost_s * _phi(d) - mean * _phi(d - bubble.s))
+class YoungDaly(_Learning):
+    """One checkpoint every √(2c/λ) seconds (Young 1974, Daly 2006), blind to bubbles and to other sandboxes."""
+
+    name = "young-daly"
+
+    def __init__(self, *, prior_s: float = 3600.0) -> None:
+        super().__init__(prior_s)
+
+    def decide(self, situation: Situation) -> Decision:
+        if situation.actions_since == 0:
+            return _NOTHING_NEW
+        interval = math.sqrt(2 * self._cost.seconds(situation.nbytes) / self._failures.per_s)
+        take = situation.since_s >= interval
+        return Decision(
+            take, f"{situation.since_s:.1f} s since the newest checkpoint, the interval is {interval:.1f} s"
+        )
 
 
-def _phi(x: float) -> float:
-    return 0.5 * (1.0 + math.erf(x / math.sqrt(2.0)))
+class Paper(_Learning):
+    """The published rule: p·C ≥ (1 − q)·c, with p the probability that the environment fails before the next chance, C
+    what redoing would cost, c what the checkpoint takes and q the probability that it fits into the bubble."""
+
+    name = "paper"
+
+    def __init__(self, *, prior_s: float = 3600.0) -> None:
+        super().__init__(prior_s)
+
+    def decide(self, situation: Situation) -> Decision:
+        if situation.actions_since == 0:
+            return _NOTHING_NEW
+        cost = self._cost.seconds(situation.nbytes)
+        p = -math.expm1(-self._failures.per_s * self._turn_s)
+        q = self._bubble.fits(cost)
+        saved, price = p * situation.redo_s, (1 - q) * cost
+        return Decision(saved >= price, f"p·C {saved * 1e3:.2f} ms, (1-q)·c {price * 1e3:.2f} ms")
 
 
-class Adaptive:
-    """Takes a checkpoint when its expected exposed time is below the expected work it saves.
+class Adaptive(_Learning):
+    """Takes a checkpoint when what it is expected to cost everybody is below what it is expected to save.
 
-    The failure rate is a Gamma–Poisson estimate: a prior of one failure in `prior_s` seconds at risk, plus what was
-    seen. `contention_s` is the price of one more dump while others run, in seconds per running dump.
+    Cost O: the expected exposed time E[(c − B)+], and the delay of others: they share the disk with it, each for as
+    long as it writes. Saving V: with failures at rate λ and work that must be redone growing by ρ seconds a second, a
+    renewal argument gives V = (g/ρ)·R − λR²/2ρ up to R* = g/λ, and g²/2λρ from there on, where R is the work at
+    risk and g the loss a second under the best spacing, √(2λρ·O). O is that of a cheap moment among the recent ones,
+    since a dear moment can be let pass. Never more than λ·R for the time that remains of the rollout.
+
+    `contention_s` is the price of one more dump while others run, where the bytes are not known.
     """
 
     name = "adaptive"
 
     def __init__(self, *, prior_s: float = 3600.0, contention_s: float = 0.05) -> None:
-        self._bubble = LogNormal(1.0, 1.0)
-        self._cost = LogNormal(0.08, 0.5)
-        self._failures = 1.0
-        self._at_risk_s = prior_s
+        super().__init__(prior_s)
         self._contention_s = contention_s
+        self._prices: deque[float] = deque(maxlen=100)
 
     def decide(self, situation: Situation) -> Decision:
         if situation.actions_since == 0:
-            return Decision(False, "no action since the newest checkpoint")
-        cost = self._cost.quantile(0.5)
-        exposed = expected_exposed(cost, self._bubble) + self._contention_s * situation.running
-        rate = self._failures / self._at_risk_s
-        # the work is at risk during this bubble and, without a checkpoint now, until the next chance: one more turn
-        horizon = 2 * self._bubble.quantile(0.0) + situation.redo_s
-        saved = rate * horizon * situation.redo_s
-        take = exposed <= saved
+            return _NOTHING_NEW
+        cost = self._cost.seconds(situation.nbytes)
+        exposed = expected_exposed(cost, self._bubble)
+        delay = self._disk.seconds(situation.nbytes) * situation.others + self._contention_s * situation.running
+        price = exposed + delay
+        self._prices.append(price)
+        rate = self._failures.per_s
+        saved = self._saved(max(0.0, situation.redo_s - situation.restore_s), rate, situation.remaining_s)
+        take = price <= saved
         why = (
-            f"exposed {exposed * 1e3:.1f} ms {'<=' if take else '>'} saved {saved * 1e3:.1f} ms "
-            f"(cost {cost * 1e3:.0f} ms, bubble {self._bubble.quantile(0.0) * 1e3:.0f} ms, "
-            f"redo {situation.redo_s:.2f} s, failures {rate * 3600:.2f}/h)"
+            f"price {price * 1e3:.1f} ms {'<=' if take else '>'} saved {saved * 1e3:.1f} ms (exposed "
+            f"{exposed * 1e3:.1f} ms, delay of others {delay * 1e3:.1f} ms, cost {cost * 1e3:.0f} ms, bubble "
+            f"{self._bubble.quantile(0.0) * 1e3:.0f} ms, redo {situation.redo_s:.2f} s, failures {rate * 3600:.2f}/h)"
         )
         return Decision(take, why)
 
-    def bubble(self, seconds: float) -> None:
-        self._bubble.add(seconds)
-        self._at_risk_s += seconds
+    def _saved(self, work_s: float, rate: float, remaining_s: float) -> float:
+        """V(R): what having nothing at risk is worth, against having `work_s` at risk, in seconds."""
+        growth = self._action.value / self._turn_s
+        cheap = sorted(self._prices)[len(self._prices) // 4]
+        best = math.sqrt(2 * rate * growth * cheap)
+        # work at risk costs at least the loss until the next chance
+        at_least = rate * work_s * self._turn_s
+        ripe = best / rate
+        value = best / growth * work_s - rate * work_s**2 / (2 * growth) if work_s < ripe else cheap
+        return min(max(value, at_least), rate * work_s * remaining_s)
 
-    def cost(self, seconds: float) -> None:
-        self._cost.add(seconds)
 
-    def failure(self) -> None:
-        self._failures += 1.0
+_NOTHING_NEW = Decision(False, "no action since the newest checkpoint")
 
 
 def make_policy(config: PolicyConfig) -> Policy:
@@ -177,5 +230,9 @@ def make_policy(config: PolicyConfig) -> Policy:
             return Always()
         case "every-n":
             return EveryN(config.every)
+        case "young-daly":
+            return YoungDaly()
+        case "paper":
+            return Paper()
         case "adaptive":
             return Adaptive()

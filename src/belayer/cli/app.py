@@ -93,17 +93,20 @@ def bench(
     resume: Annotated[
         bool | None, Parameter(negative="", help="faults: go on with a campaign that was stopped.")
     ] = None,
+    run: Annotated[Path | None, Parameter(help="policy: the turns of this `train` run instead of drawn ones.")] = None,
 ) -> int:
     """Measure recovery against its baselines, or strike with random faults, in one command.
 
-    NAME is `worker`, `env`, `overhead` or `faults`. Exits non-zero when a correctness check inside fails; the figures
-    themselves never fail it.
+    NAME is `worker`, `env`, `overhead`, `faults` or `policy` (simulated). Exits non-zero when a correctness check
+    inside fails; the figures themselves never fail it.
 
     Example: `belayer bench faults --engine --quick`
     """
     from belayer.cli.bench import bench_command
 
-    return bench_command(name, quick=quick, json_path=json, engine=engine, faults=faults, seed=seed, resume=resume)
+    return bench_command(
+        name, quick=quick, json_path=json, engine=engine, faults=faults, seed=seed, resume=resume, run=run
+    )
 
 
 @app.command

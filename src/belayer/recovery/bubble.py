@@ -47,6 +47,7 @@ class BubbleCheckpoint:
         self._lose = lose
         self._sink = sink
         self._pending: asyncio.Task[dict[str, Any] | None] | None = None
+        self._published_at = time.monotonic()
 
     def begin(self, sandbox: Sandbox, *, restore_s: float) -> None:
         """Start one, if the policy finds that it pays; `restore_s` is what bringing a sandbox back takes."""
@@ -55,7 +56,13 @@ class BubbleCheckpoint:
         newest = self._history.checkpoints[-1].k if self._history.checkpoints else 0
         since = self._history.actions()[newest:]
         redo_s = restore_s + sum(_wall(call) for call in since)
-        situation = Situation(actions_since=len(since), redo_s=redo_s, running=self._dumping())
+        situation = Situation(
+            actions_since=len(since),
+            redo_s=redo_s,
+            restore_s=restore_s,
+            since_s=time.monotonic() - self._published_at,
+            running=self._dumping(),
+        )
         if self._policy.decide(situation).take:
             self._pending = asyncio.create_task(self._take(sandbox), name=f"checkpoint {self.rollout}")
 
@@ -98,6 +105,7 @@ class BubbleCheckpoint:
             return None
         wall_s = time.perf_counter() - begun
         self._policy.cost(wall_s)
+        self._published_at = time.monotonic()
         self._journal.record(
             CheckpointPublished(
                 rollout=self.rollout,

@@ -46,6 +46,7 @@ from belayer.sandbox import Sandbox, Sandboxes
 
 # the same action may see the environment die this often before the rollout is set aside as its likely cause
 DEATHS_PER_ACTION = 3
+DEATHS_IF_AMBIGUOUS = 2  # where the action itself may have done it: one retry, then no more
 
 
 class EnvironmentState(enum.Enum):
@@ -145,7 +146,7 @@ class EnvironmentKeeper:
                 problem = await self._examine(sandbox)
             except (SandboxLost, StaleSandbox) as error:
                 self._lose(error.what)
-                self._count_death(k, error.what, action)
+                self._count_death(k, error, action)
                 continue
             except asyncio.CancelledError:
                 # begun and not completed: nobody knows how far it went, so it is never gone on from in place
@@ -161,6 +162,7 @@ class EnvironmentKeeper:
                 sandbox.accept()  # twice at the same action: it is the agent's doing, and what it now observes
             wall_s = time.perf_counter() - begun
             self._breaker.success()
+            self._policy.action(wall_s)
             self._record(
                 ActionCompleted,
                 call=call,
@@ -190,14 +192,15 @@ class EnvironmentKeeper:
         except (SandboxLost, StaleSandbox) as error:
             return error.what
 
-    def _count_death(self, k: int, why: str, action: Action) -> None:
+    def _count_death(self, k: int, error: SandboxLost | StaleSandbox, action: Action) -> None:
         before = self._deaths[1] if self._deaths[0] == k else 0
         self._deaths = (k, before + 1)
-        if before + 1 >= DEATHS_PER_ACTION:
+        limit = DEATHS_IF_AMBIGUOUS if getattr(error, "ambiguous", False) else DEATHS_PER_ACTION
+        if before + 1 >= limit:
             raise RolloutFailed(
                 f"rollout {self.rollout} is set aside: its environment died {before + 1} times during action {k} "
                 f"({describe(action)})",
-                first=self._first_loss or why,
+                first=self._first_loss or error.what,
                 kept="its journal",
                 next_step="look at what that command does; `belayer show` prints the rollout",
             )
