@@ -114,7 +114,7 @@ class SandboxConfig(_Section):
 class PolicyConfig(_Section):
     """When to checkpoint."""
 
-    name: Literal["adaptive", "always", "never", "every-n"] = "adaptive"
+    name: Literal["adaptive", "always", "never", "every-n", "young-daly", "paper"] = "adaptive"
     every: int = Field(default=2, ge=1, description="For `every-n`: actions between checkpoints.")
 
 
