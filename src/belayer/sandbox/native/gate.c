@@ -1,10 +1,12 @@
-/* Stands between a container runtime and `criu swrk`, and stops at the one moment at which all images are written and
- * every process is still frozen: there the host takes its file-system snapshot. A runtime's own command offers no such
- * moment: with --leave-running its processes run on before it says that the dump is done.
+/* Stands between a container runtime and `criu swrk`, and stops a dump twice: when every process is frozen and none is
+ * looked at yet, where the host may refuse; and when all images are written and every process is still frozen, where the
+ * host takes its file-system snapshot. A runtime's own command offers no such moments: with --leave-running its processes
+ * run on before it says that the dump is done.
  *
  *     gate HOST_SOCKET CRIU swrk FD        any other command of CRIU is only passed on
  *
- * At the moment, one byte goes to HOST_SOCKET; its answer 'k' lets the dump end well, anything else lets it fail.
+ * At each stop one byte goes to HOST_SOCKET: 'f' frozen, 'd' dumped. The answer 'k' lets the dump go on, anything else
+ * lets it fail.
  * Messages of the RPC: images/rpc.proto of CRIU. */
 #define _GNU_SOURCE
 #include "belayer.h"
@@ -96,21 +98,23 @@ static int mirror_folders(int caller) {
     return 0;
 }
 
-static bool host_agrees(const char *socket_path) {
+static bool host_agrees(const char *socket_path, char stop) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     if (strlen(socket_path) >= sizeof address.sun_path) return false;
     strcpy(address.sun_path, socket_path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     char answer = 0;
-    bool good = fd >= 0 && !connect(fd, (void *)&address, sizeof address) && write(fd, "d", 1) == 1 &&
+    bool good = fd >= 0 && !connect(fd, (void *)&address, sizeof address) && write(fd, &stop, 1) == 1 &&
                 read(fd, &answer, 1) == 1 && answer == 'k';
     close(fd);
     return good;
 }
 
-static bool is_post_dump(const struct packet *p) {
+static char stop_of(const struct packet *p) { /* 0: none */
     /* criu_resp: type = NOTIFY comes first, the script's name is inside */
-    return p->size > 2 && p->data[0] == 0x08 && p->data[1] == 0x06 && memmem(p->data, p->size, "post-dump", 9);
+    if (p->size <= 2 || p->data[0] != 0x08 || p->data[1] != 0x06) return 0;
+    if (memmem(p->data, p->size, "network-lock", 12)) return 'f';
+    return memmem(p->data, p->size, "post-dump", 9) ? 'd' : 0;
 }
 
 int gate_main(int argc, char **argv) {
@@ -142,7 +146,8 @@ int gate_main(int argc, char **argv) {
         if (poll(ends, 2, -1) < 0 && errno != EINTR) break;
         if (open && ends[1].revents) {
             open = receive(criu, &p);
-            if (open && is_post_dump(&p) && !host_agrees(argv[1])) {
+            char stop = open ? stop_of(&p) : 0;
+            if (stop && !host_agrees(argv[1], stop)) {
                 static char refusal[] = {0x08, 0x06, 0x18, 0x00}; /* criu_req: type = NOTIFY, notify_success = false */
                 struct packet no = {.data = refusal, .size = sizeof refusal};
                 open = pass_on(criu, &no);

@@ -78,7 +78,11 @@ class PodmanRuntime:
 
         try:
             async with gate(
-                self._keeper().program, place.root.parent / f"gate-{tag}", self._podman.folder / tag, freeze
+                self._keeper().program,
+                place.root.parent / f"gate-{tag}",
+                self._podman.folder / tag,
+                before_images=lambda: None,
+                while_frozen=freeze,
             ) as at:
                 options = ["--leave-running", "--keep", "--tcp-established", "--file-locks", container]
                 command = self._podman.command("container", "checkpoint", *options, programs=at.programs)
