@@ -8,5 +8,18 @@ from belayer.sandbox.capabilities import probe
 from belayer.sandbox.cleanup import reap
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.manager import Sandboxes
+from belayer.sandbox.transfer import export_checkpoint, import_checkpoint
 
-__all__ = ["Capability", "ExecResult", "Manifest", "Restored", "Sandbox", "Sandboxes", "best_level", "probe", "reap"]
+__all__ = [
+    "Capability",
+    "ExecResult",
+    "Manifest",
+    "Restored",
+    "Sandbox",
+    "Sandboxes",
+    "best_level",
+    "export_checkpoint",
+    "import_checkpoint",
+    "probe",
+    "reap",
+]
