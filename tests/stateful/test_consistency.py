@@ -88,6 +88,7 @@ class ModelSandbox:
         self.dead = self.damaged = self.dumping = False
         self.broken = False  # its system folders are not those of the image: it answers, and answers wrongly
         self.accepted = False
+        self.restored = None
         self.callback = None
 
     async def exec(self, command, *, fence, **_):

@@ -98,6 +98,7 @@ class CheckpointPublished(Record, frozen=True, kw_only=True):
     id: str
     level: str
     context_hash: str
+    why: str = ""  # the policy's numbers
 
 
 class CheckpointSkipped(Record, frozen=True, kw_only=True):

@@ -95,7 +95,7 @@ def _add(entries: list[Entry], record: AnyRecord) -> None:
         case r.ValueDrawn():
             new("value", call=record.call, detail=f"{record.what} = {record.value}")
         case r.CheckpointPublished():
-            new("checkpoint", k=record.k, generation=record.g, detail=f"{record.id}, level {record.level}")
+            new("checkpoint", k=record.k, generation=record.g, detail=_checkpoint(record))
         case r.CheckpointSkipped():
             new("no checkpoint", k=record.k, detail=record.why)
         case r.EnvRestored():
@@ -115,6 +115,10 @@ def _add(entries: list[Entry], record: AnyRecord) -> None:
             new("failed", detail=f"{record.error}: {record.reason}")
         case r.Acknowledged():
             new("delivered")
+
+
+def _checkpoint(record: r.CheckpointPublished) -> str:
+    return f"{record.id}, level {record.level}{'; ' + record.why if record.why else ''}"
 
 
 def _open(entries: list[Entry], attempt: int, kind: str, call: int) -> Entry | None:

@@ -63,8 +63,11 @@ class BubbleCheckpoint:
             since_s=time.monotonic() - self._published_at,
             running=self._dumping(),
         )
-        if self._policy.decide(situation).take:
-            self._pending = asyncio.create_task(self._take(sandbox), name=f"checkpoint {self.rollout}")
+        decision = self._policy.decide(situation)
+        if decision.take:
+            self._pending = asyncio.create_task(self._take(sandbox, decision.why), name=f"checkpoint {self.rollout}")
+        elif since:
+            self._skip(len(self._history.actions()), decision.why)
 
     async def settle(self) -> None:
         """Wait until the pending one is published or abandoned (invariant 1)."""
@@ -83,7 +86,7 @@ class BubbleCheckpoint:
             self._pending.cancel()
             await asyncio.gather(self._pending, return_exceptions=True)
 
-    async def _take(self, sandbox: Sandbox) -> dict[str, Any] | None:
+    async def _take(self, sandbox: Sandbox, why: str) -> dict[str, Any] | None:
         """Details of the checkpoint for the timeline, or None if it was abandoned."""
         k = len(self._history.actions())
         context_hash = self._history.context_hash(k)
@@ -115,6 +118,7 @@ class BubbleCheckpoint:
                 id=manifest.id,
                 level=manifest.level,
                 context_hash=context_hash,
+                why=why,
             )
         )
         return {
