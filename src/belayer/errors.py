@@ -144,7 +144,16 @@ class SandboxUnavailable(SandboxError):
 
 
 class SandboxLost(SandboxError):
-    """A sandbox died, hangs or was damaged from outside; restore it from its newest checkpoint."""
+    """A sandbox died, hangs or was damaged from outside; restore it from its newest checkpoint.
+
+    `ambiguous`: what ran inside may have brought it about. Then it is tried once more, and not again.
+    """
+
+    def __init__(
+        self, what: str, *, kept: str | None = None, next_step: str | None = None, ambiguous: bool = False
+    ) -> None:
+        super().__init__(what, kept=kept, next_step=next_step)
+        self.ambiguous = ambiguous
 
 
 class StaleSandbox(SandboxError):

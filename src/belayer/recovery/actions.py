@@ -119,10 +119,13 @@ def from_journal(data: Any) -> Any:
 
 
 def observed(result: Any) -> str:
-    """Digest of everything in a result that the agent can see, but not of how long it took."""
+    """Digest of everything in a result that the agent can see, but not of how long it took.
+
+    Nor of the limits that were near when it failed: what the agent sees of those is in the output.
+    """
     data = to_journal(result)
     if "exec" in data:
-        data = {k: v for k, v in data["exec"].items() if k != "wall_s"}
+        data = {k: v for k, v in data["exec"].items() if k not in ("wall_s", "process_limit", "disk_full")}
     text = repr(sorted(data.items())).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import struct
+import uuid
 from pathlib import Path
 
 _SUPER_MAGIC = 0x9123683E
@@ -42,6 +43,8 @@ _QUOTA_CTL = 3 << 30 | 16 << 16 | 0x94 << 8 | 40
 _ENABLE_SIMPLE_QUOTA = 4
 _QGROUP_LIMIT = _read(43, 48)
 _LIMIT_REFERENCED = 1
+_FS_INFO_SIZE = 1024
+_FS_INFO = _read(31, _FS_INFO_SIZE)
 _FICLONE = 0x40049409
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS = 0x80086601, 0x40086602
 _IMMUTABLE = 0x10
@@ -168,3 +171,22 @@ def limit(subvolume: Path, size: int) -> None:
     """No more than `size` bytes may be written in this subvolume. Raises `OSError` where quotas are not enabled."""
     packed = struct.pack("<6Q", 0, _LIMIT_REFERENCED, size, 0, 0, 0)  # qgroup 0: that of the subvolume itself
     _ioctl(subvolume, _QGROUP_LIMIT, ctypes.create_string_buffer(packed, 48))
+
+
+def quota_left(subvolume: Path) -> int | None:
+    """Bytes that may still be written in a limited subvolume, None when it is not limited. Raises `OSError`."""
+    if not is_btrfs(subvolume):
+        return None
+    info, host = ctypes.create_string_buffer(_SUBVOL_INFO_SIZE), ctypes.create_string_buffer(_FS_INFO_SIZE)
+    _ioctl(subvolume, _GET_SUBVOL_INFO, info)
+    _ioctl(subvolume, _FS_INFO, host)
+    number = struct.unpack_from("<Q", info.raw)[0]
+    file_system = uuid.UUID(bytes=host.raw[16:32])
+    group = Path(f"/sys/fs/btrfs/{file_system}/qgroups/0_{number}")
+    try:
+        limit = int((group / "max_referenced").read_text())
+        # written and not yet on its way to the disk: it is promised already
+        used = sum(int((group / name).read_text()) for name in ("referenced", "rsv_data"))
+    except FileNotFoundError:
+        return None
+    return max(0, limit - used) if limit else None

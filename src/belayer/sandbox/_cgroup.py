@@ -156,10 +156,6 @@ class SandboxCgroup:
         """How many processes the kernel has killed here for lack of memory."""
         return self._event((("memory.oom_control", "oom_kill"), ("memory.events", "oom_kill")))
 
-    def hit_memory_limit(self) -> int:
-        """How often the sandbox's own limit (and not the host's memory) stood in the way of an allocation."""
-        return self._event((("memory.events.local", "max"), ("memory.events", "max"))) or self._number("memory.failcnt")
-
     def refused_processes(self) -> int:
         """How often the process limit has refused a new process."""
         return self._event((("pids.events.local", "max"), ("pids.events", "max")))
@@ -177,12 +173,6 @@ class SandboxCgroup:
     def _with_inner(self) -> list[Path]:
         """Its folders, and below each the one that another runtime made for the container."""
         return [place for folder in self.folders for place in (folder, *folder.glob(INNER))]
-
-    def _number(self, name: str) -> int:
-        for folder in self.folders:
-            with contextlib.suppress(OSError, ValueError):
-                return int((folder / name).read_text())
-        return 0
 
     def memory_bytes(self) -> int:
         """Memory charged to the sandbox, file cache included; 0 where this host does not count it."""

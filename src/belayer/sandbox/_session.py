@@ -43,7 +43,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `exit_code` is None when a signal ended the command (then `signal` is its number) or the timeout did. `dropped`
     bytes of output beyond the limit were thrown away (`truncated`). `shell_ended` says that the persistent shell itself
-    ended, so that the next command meets a fresh one.
+    ended, so that the next command meets a fresh one. Of a command that did not succeed, three flags say which limit of
+    the sandbox it ran into: `oom` (a process was killed for lack of memory), `process_limit`, `disk_full`.
     """
 
     exit_code: int | None
@@ -57,6 +58,8 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     dropped: int = 0
     was_quiet: bool = False
     shell_ended: bool = False
+    process_limit: bool = False
+    disk_full: bool = False
 
     @property
     def text(self) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from belayer.checkpoint.manifest import Level, Manifest
 from belayer.errors import SandboxError, SandboxLost, StaleSandbox
 from belayer.sandbox import _copying, _health
+from belayer.sandbox._attribution import Limits
 from belayer.sandbox._copying import Copied
 from belayer.sandbox._levels import Restored
 from belayer.sandbox._place import Place
@@ -68,11 +69,12 @@ class Sandbox:
         self._config = manager.config
         self._place = place
         self._why = ""
+        self._ambiguous = False  # its death may have been the doing of what ran inside
         self._unheard = b""  # what background jobs said while the shell was asked for its state
         self._callbacks: list[Callable[[], None]] = []
         self._gate = _Gate()
         self._shell_turn = asyncio.Lock()
-        self._oom_kills = 0
+        self._limits = Limits(place)
         self._watched = _health.folders_to_watch(image.path, image.digest)
         self._baseline = self._fingerprint()
         self._loop = asyncio.get_running_loop()
@@ -127,7 +129,7 @@ class Sandbox:
                 fence=fence,
                 quiet_s=quiet_s,
             )
-            return self._note_oom(result)
+            return self._limits.explain(result)
 
     async def shell(
         self, command: str, *, timeout_s: float | None = None, fence: Fence | None = None, quiet_s: float = 0.0
@@ -150,7 +152,7 @@ class Sandbox:
                 unheard, self._unheard = self._unheard, b""
                 fields = {name: getattr(result, name) for name in result.__struct_fields__}
                 result = ExecResult(**{**fields, "stdout": unheard + result.stdout})
-            return self._note_oom(result)
+            return self._limits.explain(result)
 
     # -- files ---------------------------------------------------------------------------------------------------------
     async def read(self, path: str) -> bytes:
@@ -370,7 +372,10 @@ class Sandbox:
             try:
                 yield
             except SandboxLost as error:
+                self._find_cause()
                 self.condemn(error.what)
+                if self._ambiguous:
+                    raise SandboxLost(f"{error.what}: {self._why}", ambiguous=True) from error
                 raise
 
     def _fingerprint(self) -> _health.Fingerprint:
@@ -383,25 +388,26 @@ class Sandbox:
                 next_step="use the handle that the restore returned",
             )
         if self.dead:
+            self._find_cause()
             why = self._why or "its init has died"
-            raise SandboxLost(f"sandbox {self.name} is lost: {why}", next_step="restore it from a checkpoint")
-
-    def _note_oom(self, result: ExecResult) -> ExecResult:
-        if result.signal != 9 and result.exit_code != 137:
-            return result
-        kills = self._place.cgroup.oom_kills()
-        if kills <= self._oom_kills:
-            return result
-        self._oom_kills = kills
-        fields = {name: getattr(result, name) for name in result.__struct_fields__}
-        return ExecResult(**{**fields, "oom": True})
+            raise SandboxLost(
+                f"sandbox {self.name} is lost: {why}",
+                next_step="restore it from a checkpoint",
+                ambiguous=self._ambiguous,
+            )
 
     def _init_ended(self) -> None:
         self._stop_watching()
         self._ended = True
+        self._find_cause()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+    def _find_cause(self) -> None:
+        if not self._why and self._limits.ran_out_of_memory():
+            self._ambiguous = True
+            self._why = "memory ran out in it: its own limit, or the host's"
 
     def _stop_watching(self) -> None:
         if self._pidfd >= 0:
