@@ -29,7 +29,7 @@ from belayer.sandbox._runtime import CREATE_TIMEOUT_S, HOSTNAME
 from belayer.sandbox._session import Session
 from belayer.sandbox.podman._gate import gate
 from belayer.sandbox.podman._program import LIMITS, Podman
-from belayer.sandbox.podman._spec import CRIU_CONF, Moved, keep_files, write_spec
+from belayer.sandbox.podman._spec import CRIU_CONF, Moved, keep_files, link, prepare_bundle
 
 TIMEOUT_S = 60.0
 _CAPABILITIES = (
@@ -70,7 +70,7 @@ class PodmanRuntime:
         tag = secrets.token_hex(4)
         begun = time.perf_counter()
         # podman writes to its own folder; here that is the way to ours
-        _link(bundle / "checkpoint", images)
+        link(bundle / "checkpoint", images)
 
         async def freeze() -> None:
             await while_frozen()
@@ -110,7 +110,6 @@ class PodmanRuntime:
             await self._podman_step(place, "create", *self._options(place))
             container = _id(place)
             bundle = self._podman.bundle(container)
-            _link(bundle / "checkpoint", images)
             moved_to = Moved(
                 root=place.root,
                 agent=place.agent,
@@ -119,10 +118,10 @@ class PodmanRuntime:
                 cgroup=self._cgroup(place, container),
                 criu_conf=self._podman.criu_conf,
             )
-            write_spec(images, bundle, moved_to)
+            prepare_bundle(images, bundle, moved_to)
             options = ["--tcp-established", "--file-locks", container]
             await self._podman_step(place, "container", "restore", "--keep", *options)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise RestoreFailed(f"podman's images in {images} cannot be used: {error}") from error
         (bundle / "checkpoint").unlink(missing_ok=True)
         return _pid(place)
@@ -228,12 +227,6 @@ def _id(place: Place) -> str:
 
 def _pid(place: Place) -> int:
     return int((place.work / "init.pid").read_text())
-
-
-def _link(link: Path, target: Path) -> None:
-    link.unlink(missing_ok=True)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(target)
 
 
 def _words(output: str, code: int) -> str:
