@@ -166,6 +166,9 @@ class ModelSandboxes:
         self.current: dict[str, ModelSandbox] = {}
         self.generations = 0
 
+    def begin_above(self, name, generation):
+        self.generations = max(self.generations, generation)
+
     async def create(self, name):
         return await self._new(name, [])
 

@@ -112,6 +112,7 @@ class EnvironmentKeeper:
         self._restore_s = 0.03  # the last time to create or restore, for the policy
         if any(call.kind == "action" for call in self._history.calls):  # also one that was only begun
             # this process has not made that sandbox: it is gone, or belongs to a driver that is
+            sandboxes.begin_above(self.name, self._history.generation)
             self._lose(DRIVER_RESTARTED)
 
     @property

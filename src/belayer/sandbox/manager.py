@@ -231,6 +231,10 @@ class Sandboxes:
         """The process that starts helpers on the host, and ends everything of this run if this process dies."""
         return self._keeper
 
+    def begin_above(self, name: str, generation: int) -> None:
+        """The next generation of `name` is above `generation`: what an earlier process has handed out is over."""
+        self._generations[name] = max(self._generations.get(name, 0), generation)
+
     @property
     def dumping(self) -> int:
         """Checkpoints under way."""

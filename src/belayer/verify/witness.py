@@ -205,10 +205,7 @@ class Attempt:
         self.checkpoints[record.id] = record
 
     def _restored(self, record: r.EnvRestored) -> None:
-        restarted = record.reason == r.DRIVER_RESTARTED  # nobody is left who knows of the earlier generations
-        self._need(
-            restarted or record.g > self.generation, f"generation {record.g} was restored after {self.generation}"
-        )
+        self._need(record.g > self.generation, f"generation {record.g} was restored after {self.generation}")
         done = len(self.actions())
         self._need(record.k <= done, f"an environment with {record.k} actions was restored, {done} were completed")
         if record.checkpoint:
