@@ -129,6 +129,11 @@ def settle(folder: Path) -> None:
     reap(name)
     belayer.sandbox.reap()
     assert not labelled(name), labelled(name)
+    store = Store.open()
+    try:
+        assert not (store.root / "runs" / name).exists(), "a root in the store is left"
+    finally:
+        store.close()
     for run in ("run", "other"):
         if (folder / run / "checkpoints" / "run_id").exists():
             run_id = (folder / run / "checkpoints" / "run_id").read_text().strip()

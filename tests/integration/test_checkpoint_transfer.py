@@ -21,6 +21,7 @@ from tests.conftest import needs_sandboxes
 from tests.sandbox_kit import kill_init, shell
 
 from belayer.checkpoint.manifest import decode_manifest, encode_manifest, read_manifest
+from belayer.cli.checkpoint import list_command
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnfit, RunInUse, StorageFull
 from belayer.ownership import RunLabel
@@ -38,6 +39,16 @@ x='two words'; declare -A map=([a]=1 [b]=2); greet() { echo "hello $1"; }; alias
 exec 7<>/work/open; echo unread >&7
 """
 CHECK = 'echo "$PWD|$x|${map[b]}|$(greet you)|$(alias ll)|$(jobs -r | { read a; echo ${a:0:3}; })"'
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> dict[str, Path]:
+    """A store of each kind, with the image that a run needs to start; nothing else goes from one to the other."""
+    folders = {kind: tmp_path_factory.mktemp(f"{kind}-store") for kind in ("btrfs", "overlay")}
+    for kind, folder in folders.items():
+        with the_store(folder, kind) as store:
+            make_tiny_image(store, folder)
+    return folders
 
 
 @asynccontextmanager
@@ -112,10 +123,8 @@ def described(root: Path) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize(("source_kind", "target_kind"), [("overlay", "btrfs"), ("btrfs", "overlay")])
-def test_a_checkpoint_moves_to_another_store(tmp_path, source_kind, target_kind):
-    here, there, archive = tmp_path / "here", tmp_path / "there", tmp_path / "one.tar"
-    with the_store(here, source_kind) as store:
-        make_tiny_image(store, tmp_path)
+def test_a_checkpoint_moves_to_another_store(tmp_path, stores, source_kind, target_kind):
+    here, there, archive = stores[source_kind], stores[target_kind], tmp_path / "one.tar"
 
     async def export() -> tuple[str, dict[str, tuple], int]:
         async with opened(tmp_path / "run" / "checkpoints", here, source_kind) as manager:
@@ -141,7 +150,6 @@ def test_a_checkpoint_moves_to_another_store(tmp_path, source_kind, target_kind)
 
     checkpoint, files, count = asyncio.run(export())
     shutil.rmtree(tmp_path / "run")
-    shutil.rmtree(here)
 
     async def restore() -> None:
         async with opened(tmp_path / "new" / "checkpoints", there, target_kind) as manager:
@@ -164,7 +172,6 @@ def test_a_checkpoint_moves_to_another_store(tmp_path, source_kind, target_kind)
             await manager.discard("s")
 
     with the_store(there, target_kind) as store:
-        make_tiny_image(store, tmp_path)
         imported = import_checkpoint(archive, tmp_path / "new" / "checkpoints", store)
         assert imported.durability == "host"
         with pytest.raises(CheckpointRefused, match="already"):
@@ -187,11 +194,9 @@ def snapshot_files(manager: Sandboxes, checkpoint: str) -> dict:
             manager.store.trees.remove_root(root)
 
 
-def test_archives_that_cannot_be_imported(tmp_path):
+def test_archives_that_cannot_be_imported(tmp_path, stores):
     """Damaged anywhere, cut off, of another host, with no room: nothing of them stays."""
-    folder, archive = tmp_path / "store", tmp_path / "one.tar"
-    with the_store(folder, "auto") as store:
-        make_tiny_image(store, tmp_path)
+    folder, archive = stores["btrfs"], tmp_path / "one.tar"
 
     async def make() -> str:
         async with opened(tmp_path / "run" / "checkpoints", folder, "auto") as manager:
@@ -244,7 +249,7 @@ def test_archives_that_cannot_be_imported(tmp_path):
         contents = [(m.offset_data, m.size) for m in members if m.size]
     assert manifest.host is not None
     with the_store(folder, "auto") as store:
-        before = sorted(path.name for path in store.images.iterdir())
+        before = [sorted(path.name for path in place.iterdir()) for place in (store.images, store.root / "runs-data")]
 
         def refused(content: bytes, kind: type[Exception], match: str | None = None) -> None:
             bad = tmp_path / "bad.tar"
@@ -253,9 +258,8 @@ def test_archives_that_cannot_be_imported(tmp_path):
                 import_checkpoint(bad, tmp_path / "new" / "checkpoints", store)
             left = [path.name for path in (tmp_path / "new" / "checkpoints").rglob("*") if path.is_file()]
             assert set(left) <= {"run_id"}, left
-            run_ids = {path.name for path in (store.root / "runs-data").iterdir()}
-            assert not run_ids, "a snapshot was left"
-            assert sorted(path.name for path in store.images.iterdir()) == before
+            now = [sorted(path.name for path in place.iterdir()) for place in (store.images, store.root / "runs-data")]
+            assert now == before, "something was left in the store"
 
         (tmp_path / "new").mkdir()
         for offset, length in [*contents[:2], *contents[2:-1:9], contents[-2], contents[-1]]:
@@ -307,11 +311,9 @@ def with_manifest(archive: bytes, manifest: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_the_command_line(tmp_path):
-    """list, export, import, as a user types them; the run's own configuration says where its store is."""
-    folder = tmp_path / "store"
-    with the_store(folder, "auto") as store:
-        make_tiny_image(store, tmp_path)
+def test_the_command_line(tmp_path, stores, capsys):
+    """list, export, import, as a user types them."""
+    folder = stores["btrfs"]
 
     async def make() -> str:
         async with opened(tmp_path / "run" / "checkpoints", folder, "auto") as manager:
@@ -327,8 +329,9 @@ def test_the_command_line(tmp_path):
         command = [sys.executable, "-m", "belayer.cli", "checkpoint", *map(str, arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
-    listed = belayer("list", tmp_path / "run")
-    assert listed.returncode == 0 and checkpoint in listed.stdout and "1 checkpoints" in listed.stdout, listed
+    assert list_command(tmp_path / "run") == 0
+    listed = capsys.readouterr().out
+    assert checkpoint in listed and "the driver" in listed and "1 checkpoints" in listed, listed
     exported = belayer("export", tmp_path / "run", checkpoint, tmp_path / "one.tar")
     assert exported.returncode == 0 and "action 3" in exported.stdout, exported
     imported = belayer("import", tmp_path / "one.tar", tmp_path / "new")
