@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from tests.unit.test_verify import story
@@ -51,3 +53,26 @@ def test_a_voided_turn_is_marked() -> None:
     entries = transcript([*records[: at + 1], void, *records[at:]], "x")
     turns = [(entry.ids, entry.void) for entry in entries if entry.kind == "turn" and entry.call == 1]
     assert turns == [([1], True), ([1, 2], False)]
+
+
+def test_survivorship_counts_by_length() -> None:
+    from belayer.observe.survivorship import survivorship
+
+    def history(turns: int, **state: object) -> object:
+        calls = [SimpleNamespace(kind="generate")] * turns + [SimpleNamespace(kind="action")]
+        plain = {"acknowledged": True, "failed": None, "attempts": 1, "restores": 0, "truncations": 0}
+        return SimpleNamespace(calls=calls, **{**plain, **state})
+
+    found = survivorship(
+        [
+            history(0, acknowledged=False, failed="BudgetSpent"),
+            history(3),
+            history(4, restores=2, truncations=1),
+            history(80, attempts=2),
+        ]  # pyright: ignore[reportArgumentType]
+    )
+    shown = [
+        (each.low, each.high, each.rollouts, each.delivered, each.lost, each.retried, each.restored, each.truncated)
+        for each in found
+    ]
+    assert shown == [(0, 0, 1, 0, 1, 0, 0, 0), (3, 4, 2, 2, 0, 0, 1, 1), (55, None, 1, 1, 0, 1, 0, 0)]

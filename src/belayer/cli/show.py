@@ -14,6 +14,7 @@ from rich.text import Text
 from belayer.cli.inspect import need_run
 from belayer.errors import RunError
 from belayer.journal import History, read_histories, scan
+from belayer.observe.survivorship import survivorship
 from belayer.observe.transcript import Entry, tokenizer_of, transcript
 
 LIMIT = 500  # characters shown of one text; --json has all of it
@@ -81,6 +82,13 @@ def _print_rollouts(histories: dict[str, History]) -> None:
         f"{sum(h.truncations > 0 for h in everyone)} with a context that was cut, "
         f"{sum(h.attempt > 0 for h in everyone)} started more than once"
     )
+    console.print("by length (a trainer learns from what is delivered: it should not depend on the length):")
+    for each in survivorship(everyone):
+        length = f"{each.low}" if each.low == each.high else f"{each.low}-{each.high or ''}"
+        console.print(
+            f"  {length:>6} turns: {each.rollouts} rollouts, {each.delivered} delivered, {each.lost} lost, "
+            f"{each.retried} retried, {each.restored} restored, {each.truncated} cut"
+        )
 
 
 def _print_entries(rollout: str, history: History, entries: list[Entry]) -> None:
