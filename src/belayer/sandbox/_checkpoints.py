@@ -25,7 +25,7 @@ from belayer.sandbox._image_files import describe_images, verify_images
 from belayer.sandbox._levels import Levels
 from belayer.sandbox._lower import take_without_processes
 from belayer.sandbox._place import safe_name
-from belayer.sandbox._runtime import HOSTNAME, Runtime
+from belayer.sandbox._runtime import Runtime
 from belayer.sandbox._writer import Writer, describe_failure
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.store import storage_errors
@@ -205,7 +205,7 @@ class Checkpoints:
                     lost=list(lost),
                     image=sandbox.image.name,
                     image_digest=sandbox.image.digest,
-                    hostname=HOSTNAME,
+                    hostname=sandbox.hostname,
                     fs_identity=await asyncio.to_thread(
                         self.data.store.trees.identity, self.data.snapshots / checkpoint_id
                     ),

@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from belayer.errors import SandboxUnavailable
+from belayer.errors import CheckpointRefused, SandboxUnavailable
 from belayer.sandbox import criu
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._place import Place
+from belayer.sandbox._unseen import what_would_be_lost
 
 HOSTNAME = "sandbox"  # the same for all: what an agent observes must not depend on which container it got
 CREATE_TIMEOUT_S = 20.0
@@ -79,7 +80,22 @@ class NativeRuntime:
     async def dump(
         self, place: Place, *, init_pid: int, images: Path, netns: int, while_frozen: Callable[[], Awaitable[None]]
     ) -> dict[str, float]:
-        return await criu.dump(self._keeper(), init_pid=init_pid, images=images, netns=netns, while_frozen=while_frozen)
+        def refuse_what_would_be_lost() -> None:
+            if lost := what_would_be_lost(place.cgroup.pids()):
+                raise CheckpointRefused(
+                    f"CRIU would lose a part of this sandbox's state: {'; '.join(lost[:4])}",
+                    kept="the sandbox runs on, and its earlier checkpoints are kept",
+                    next_step="try again after the next action; see docs/sandbox.md on what is refused",
+                )
+
+        return await criu.dump(
+            self._keeper(),
+            init_pid=init_pid,
+            images=images,
+            netns=netns,
+            while_frozen=while_frozen,
+            before_images=refuse_what_would_be_lost,
+        )
 
     async def restore(self, place: Place, *, images: Path, netns_fd: int) -> int:
         return await criu.restore(

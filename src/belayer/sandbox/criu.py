@@ -25,6 +25,7 @@ from pathlib import Path
 from belayer.errors import CheckpointRefused, RestoreFailed, SandboxUnavailable
 from belayer.ownership import cache_dir
 from belayer.sandbox._keeper import Keeper
+from belayer.sandbox._timers import mend_timers
 
 MINIMUM = (4, 2)
 KERNEL_FEATURES = Path("/dev/shm/criu.kdat")
@@ -84,13 +85,16 @@ async def dump(
     images: Path,
     netns: int,
     while_frozen: Callable[[], Awaitable[None]],
+    before_images: Callable[[], None] = lambda: None,
     timeout_s: float = 60.0,
 ) -> dict[str, float]:
     """Dump the process tree of `init_pid` into the folder `images` and let it run on.
 
-    `while_frozen` is awaited when the images are complete and every process is still frozen; if it raises, the
-    processes go on, the dump counts as failed and the exception passes. Returns seconds: `dump_s`, `frozen_s`, `fs_s`.
-    Raises `CheckpointRefused` with CRIU's own reason, and `TimeoutError`: the processes are then in an unknown state.
+    `before_images` is called in a thread when every process is frozen and none is looked at yet, and may refuse.
+    `while_frozen` is awaited when the images are complete and every process is still frozen. If one of them raises,
+    the processes go on, the dump counts as failed and the exception passes. Returns seconds: `dump_s`, `frozen_s` and
+    `fs_s`. Raises `CheckpointRefused` with CRIU's own reason, and `TimeoutError`: the processes are then in an unknown
+    state.
     """
     begun = time.perf_counter()
     fs_s = 0.0
@@ -98,9 +102,15 @@ async def dump(
 
     async def notice(stage: bytes) -> bool:
         nonlocal failure, fs_s
-        if stage == b"post-dump":
+        if stage == b"network-lock":
+            try:
+                await asyncio.to_thread(before_images)
+            except BaseException as error:
+                failure = error
+        elif stage == b"post-dump":
             at = time.perf_counter()
             try:
+                mend_timers(images)
                 await while_frozen()
             except BaseException as error:
                 failure = error
@@ -260,6 +270,9 @@ def _dump_request(pid: int, images: Path, netns: int) -> bytes:
             _varint(9, 1),  # log_level: errors
             _bytes(10, b"dump.log"),
             _varint(12, 1),  # notify_scripts
+            # link_remap: an open file that lost one of its names gets another for the snapshot's sake. CRIU removes it
+            # when the processes go on, and after a restore
+            _varint(18, 1),
             _varint(24, 1),  # manage_cgroups …
             _varint(34, 0),  # … in mode IGNORE
             _varint(35, GHOST_LIMIT),
@@ -277,7 +290,8 @@ def _reason(log: Path, output: str = "") -> str:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         lines = []
-    wanted = [line.split(") ", 1)[-1] for line in lines if "Error" in line]
+    # every dump fails to raise its own limit of descriptors; it does not need to
+    wanted = [line.split(") ", 1)[-1] for line in lines if "Error" in line and "RLIMIT_NOFILE" not in line]
     # the first errors name the cause, the later ones what followed from it
     text = "; ".join(wanted[:4]) or output
     return f": {text[:600]}" if text else ""
