@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from belayer.checkpoint.manifest import Level, Manifest
 from belayer.errors import SandboxError, SandboxLost, StaleSandbox
-from belayer.sandbox import _copying, _health
+from belayer.sandbox import _copying, _health, _identity
 from belayer.sandbox._attribution import Limits
 from belayer.sandbox._copying import Copied
 from belayer.sandbox._levels import Restored
@@ -62,6 +62,7 @@ class Sandbox:
         self.image = image
         self.parent = parent
         self.session = session
+        self.hostname = ""  # set by the manager
         self.restored: Restored | None = None  # from what it was restored, and what is missing; None: it was created
         self.restore_phases: dict[str, float] = {}  # seconds of each step of the restore that made it
         self.stale = False
@@ -295,6 +296,16 @@ class Sandbox:
     async def fork(self, n: int) -> list[Sandbox]:
         """`n` more sandboxes that go on from exactly this state; this one goes on too."""
         return await self._manager.fork(self, n)
+
+    async def rename(self, hostname: str) -> None:
+        """Give it another host name, as a fork gets one. Raises `SandboxLost` when it is gone."""
+        async with self._gate.shared():
+            self._check()
+            try:
+                await asyncio.to_thread(_identity.set_hostname, self.init_pid, hostname)
+            except FileNotFoundError as error:
+                raise SandboxLost(f"sandbox {self.name} died before it got its host name") from error
+            self.hostname = hostname
 
     # -- life ----------------------------------------------------------------------------------------------------------
     def on_death(self, callback: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable, StorageFull
 from belayer.events import Event, EventSink, ignore
 from belayer.ownership import RunLabel
-from belayer.sandbox import _cgroup, _data, _health, criu, images
+from belayer.sandbox import _cgroup, _data, _health, _identity, criu, images
 from belayer.sandbox._checkpoints import Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._levels import Levels, restored_from
@@ -29,7 +29,7 @@ from belayer.sandbox._lower import SHELL_FILE
 from belayer.sandbox._native import native_program
 from belayer.sandbox._netns import Spares
 from belayer.sandbox._place import Place, Places
-from belayer.sandbox._runtime import NativeRuntime, Runtime
+from belayer.sandbox._runtime import HOSTNAME, NativeRuntime, Runtime
 from belayer.sandbox._session import Session
 from belayer.sandbox._shell_state import load_shell
 from belayer.sandbox.container import Sandbox
@@ -194,6 +194,8 @@ class Sandboxes:
                 raise (checked_error if isinstance(checked_error, CheckpointDamaged) else error) from None
             finally:
                 await asyncio.wait([checked])
+            if sandbox.hostname != HOSTNAME and manifest.level != "full":
+                await sandbox.rename(sandbox.hostname)  # a fork's own; it is in the process images, and there are none
             clock.lap("answer_s")
             sandbox.restore_phases = clock.laps
             found = sandbox.restored
@@ -203,18 +205,29 @@ class Sandboxes:
             return sandbox
 
     async def fork(self, sandbox: Sandbox, n: int) -> list[Sandbox]:
-        """`n` sandboxes that go on from the state of `sandbox`: one checkpoint, restored n times."""
+        """`n` sandboxes that go on from the state of `sandbox`: one checkpoint, restored n times.
+
+        Each has a host name, a network and a seed of its own and was told so; see `_identity`. Either all are made or
+        none: raises as `restore` does, and `SandboxError` when a hook in one of them fails.
+        """
         manifest = await sandbox.checkpoint(action=0, rollout="fork")
         tag = secrets.token_hex(3)
-        forks = [self.restore(f"{sandbox.name}-{tag}-{i}", manifest.id) for i in range(n)]
+
+        async def fork(number: int) -> Sandbox:
+            made = await self.restore(f"{sandbox.name}-{tag}-{number - 1}", manifest.id)
+            await made.rename(_identity.fork_hostname(sandbox.hostname, number))
+            await _identity.tell_fork(made, number, n, manifest.id)
+            return made
+
+        forks = [fork(number) for number in range(1, n + 1)]
         with self.checkpoints.pinned(manifest.id):
             done = await asyncio.gather(*forks, return_exceptions=True)
         failed = next((item for item in done if isinstance(item, BaseException)), None)
-        made = [item for item in done if isinstance(item, Sandbox)]
         if failed is not None:
-            for item in made:
-                await self.discard(item.name)
+            for number in range(n):
+                await self.discard(f"{sandbox.name}-{tag}-{number}")
             raise failed
+        made = [item for item in done if isinstance(item, Sandbox)]
         return made
 
     def manifests(self, name: str) -> list[Manifest]:
@@ -362,6 +375,7 @@ class Sandboxes:
             session.close()
             raise
         sandbox.restored = restored_from(manifest) if manifest else None
+        sandbox.hostname = manifest.hostname if manifest else HOSTNAME
         self._sandboxes[name] = sandbox
         return sandbox
 
