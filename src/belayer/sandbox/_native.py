@@ -24,6 +24,7 @@ FILES = (
     "launch.c",
     "keeper.c",
     "init.c",
+    "request.c",
     "jobs.c",
     "run.c",
     "copy.c",

@@ -43,6 +43,10 @@ void refuse(struct conn *c, enum error_code code, const char *text);
 void job_output(struct job *j, char type, const char *data, size_t n);
 void job_finish(struct job *j, int exit_code, int signal_number);
 
+/* request.c */
+int requests_begin(void);
+void request(struct conn *c, char type, const char *data, size_t n);
+
 /* jobs.c */
 void exec_start(struct job *j, const struct command *c);
 void exec_stop(struct job *j, uint32_t why);

@@ -152,6 +152,7 @@ void exec_stop(struct job *j, uint32_t why) {
     j->killed = true;
     j->give_up = now_ns() + GIVE_UP_NS;
     kill(j->supervisor, SIGTERM);
+    kill(j->supervisor, SIGCONT); /* a command can stop its supervisor, which then would not even hear of this */
 }
 
 void exec_poll(struct job *j, int64_t now) {
