@@ -53,6 +53,16 @@ class Runtime(Protocol):
         ...
 
 
+def refuse_what_would_be_lost(place: Place) -> None:
+    """For a runtime that dumps by CRIU, while all is frozen. Raises `CheckpointRefused`. Blocking."""
+    if lost := what_would_be_lost(place.cgroup.pids()):
+        raise CheckpointRefused(
+            f"CRIU would lose a part of this sandbox's state: {'; '.join(lost[:4])}",
+            kept="the sandbox runs on, and its earlier checkpoints are kept",
+            next_step="try again after the next action; see docs/sandbox.md on what is refused",
+        )
+
+
 class NativeRuntime:
     """Belayer's own: the program's `create` role, and CRIU called directly."""
 
@@ -80,21 +90,13 @@ class NativeRuntime:
     async def dump(
         self, place: Place, *, init_pid: int, images: Path, netns: int, while_frozen: Callable[[], Awaitable[None]]
     ) -> dict[str, float]:
-        def refuse_what_would_be_lost() -> None:
-            if lost := what_would_be_lost(place.cgroup.pids()):
-                raise CheckpointRefused(
-                    f"CRIU would lose a part of this sandbox's state: {'; '.join(lost[:4])}",
-                    kept="the sandbox runs on, and its earlier checkpoints are kept",
-                    next_step="try again after the next action; see docs/sandbox.md on what is refused",
-                )
-
         return await criu.dump(
             self._keeper(),
             init_pid=init_pid,
             images=images,
             netns=netns,
             while_frozen=while_frozen,
-            before_images=refuse_what_would_be_lost,
+            before_images=lambda: refuse_what_would_be_lost(place),
         )
 
     async def restore(self, place: Place, *, images: Path, netns_fd: int) -> int:

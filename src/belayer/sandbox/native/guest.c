@@ -38,7 +38,12 @@ int guest_main(void) {
     if (null < 0) return fail("the image has no /dev/null");
     for (int fd = 0; fd < 3; fd++) dup2(null, fd);
     close(null);
-    char *argv[] = {"belayer", "init", NULL}, *envp[] = {NULL};
-    execve(AGENT_DIR "/init", argv, envp);
+    char *argv[] = {"belayer", "init", NULL};
+    int n = 0, kept = 0;
+    while (environ[n]) n++;
+    char **ours = xmalloc((n + 1) * sizeof *ours); /* what the image sets; the rest is the other runtime's idea */
+    for (int i = 0; i < n; i++)
+        if (!strncmp(environ[i], "BELAYER_", 8)) ours[kept++] = environ[i];
+    execve(AGENT_DIR "/init", argv, ours);
     return 70;
 }

@@ -38,7 +38,7 @@ volume_path = "{folder}/volumes"
 network_config_dir = "{folder}/networks"
 """
 # read by CRIU itself; its defaults refuse deleted files above 1 MB, and call iptables for every dump and restore
-_CRIU_CONF = f"ghost-limit {criu.GHOST_LIMIT}\nnetwork-lock skip\n"
+_CRIU_CONF = f"ghost-limit {criu.GHOST_LIMIT}\nnetwork-lock skip\nlink-remap\n"
 _STORAGE_CONF = """\
 [storage]
 driver = "{driver}"

@@ -74,11 +74,10 @@ def prepare_bundle(images: Path, bundle: Path, to: Moved) -> None:
     for namespace in spec["linux"]["namespaces"]:
         if namespace["type"] == "network":
             namespace["path"] = str(to.netns)
-    folders = {"/dev": f"{to.root}/dev", "/run/agent": str(to.agent)}
     for mount in spec["mounts"]:
         where = mount["destination"]
-        if where in folders:
-            mount["source"] = folders[where]
+        if where == "/run/agent":
+            mount["source"] = str(to.agent)
         elif where in kept["files"]:
             file = to.work / where.strip("/").replace("/", "-")
             file.write_bytes(base64.b64decode(kept["files"][where]))

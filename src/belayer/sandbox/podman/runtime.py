@@ -25,7 +25,7 @@ from belayer.ownership.reap import CGROUP_ROOT, NETNS_DIR
 from belayer.sandbox import _cgroup, _loop, criu
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._place import Place
-from belayer.sandbox._runtime import CREATE_TIMEOUT_S, HOSTNAME
+from belayer.sandbox._runtime import CREATE_TIMEOUT_S, HOSTNAME, refuse_what_would_be_lost
 from belayer.sandbox._session import Session
 from belayer.sandbox.podman._gate import gate
 from belayer.sandbox.podman._program import LIMITS, Podman
@@ -81,7 +81,7 @@ class PodmanRuntime:
                 self._keeper().program,
                 place.root.parent / f"gate-{tag}",
                 self._podman.folder / tag,
-                before_images=lambda: None,
+                before_images=lambda: refuse_what_would_be_lost(place),
                 while_frozen=freeze,
             ) as at:
                 options = ["--leave-running", "--keep", "--tcp-established", "--file-locks", container]
@@ -172,9 +172,9 @@ class PodmanRuntime:
         options += ["--security-opt", "seccomp=unconfined"]  # the init installs the filter, the same in every runtime
         options += ["--cap-drop", "all", *(f"--cap-add={name}" for name in _CAPABILITIES)]
         options += [f"--ulimit={limit}" for limit in LIMITS]
-        # /dev as part of the root file system: what is in /dev/shm is then in the snapshot
-        options += ["--volume", f"{place.root}/dev:/dev:rprivate,nosuid,noexec,dev"]
-        options += ["--mount", 'type=devpts,destination=/dev/pts,"mode=0620,ptmxmode=0666"']
+        options += [f"--env={variable}={value}" for variable, value in place.environment.items()]
+        # of the container's own, so that it is among the images; podman's is a mount of the host's
+        options += ["--tmpfs", "/dev/shm:rw,nosuid,nodev,mode=1777"]
         options += ["--volume", f"{place.agent}:/run/agent:rprivate,nosuid,nodev,exec"]
         return [*options, "--rootfs", str(place.root), "/run/agent/init", "guest"]
 
