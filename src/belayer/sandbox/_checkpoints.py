@@ -254,8 +254,14 @@ class Checkpoints:
             raise SandboxLost(f"sandbox {sandbox.name} went away before it was checkpointed: {error}") from error
 
         async def while_frozen() -> None:
-            with storage_errors(f"no snapshot of sandbox {sandbox.name}"):
-                await _to_its_end(self.data.store.trees.snapshot, sandbox.place.tree, snapshot)
+            try:
+                with storage_errors(f"no snapshot of sandbox {sandbox.name}"):
+                    await _to_its_end(self.data.store.trees.snapshot, sandbox.place.tree, snapshot)
+            except OSError as error:
+                raise CheckpointRefused(
+                    f"the file system of sandbox {sandbox.name} cannot be captured: {error}",
+                    kept="the sandbox runs on, and its earlier checkpoints are kept",
+                ) from error
 
         try:
             times = await self._runtime.dump(

@@ -26,6 +26,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 from belayer.errors import SandboxUnavailable
@@ -36,7 +37,7 @@ from belayer.sandbox._trees import Root, StoreKind, remove_tree
 
 FOLDER = "overlay"  # inside the configured folder of the store
 OPTIONS = "index=on,nfs_export=on,redirect_dir=on,metacopy=off"
-COPY_TIMEOUT_S = 600.0
+COPY_TIMEOUT_S = 45.0  # below that of a dump: a sandbox whose dump is cut off is lost, one whose copy is cut off is not
 _TRIAL = ".try-"
 UNMOUNT_TIMEOUT_S = 3.0
 
@@ -83,7 +84,7 @@ class OverlayTrees:
             os.chown(root.home / "upper", top.st_uid, top.st_gid)
             (root.home / "work").mkdir()
         else:
-            _tree("copy", source, root.home, lower)
+            self._tree("copy", source, root.home, lower)
         root.path.mkdir(parents=True)
         mount_overlay(lower, root.home, root.path)
 
@@ -96,10 +97,10 @@ class OverlayTrees:
         target.mkdir(mode=0o700)
         token = (root.home / "lower").read_text()
         (target / "lower").write_text(token)
-        _tree("copy", root.home, target, self._trees / token)
+        self._tree("copy", root.home, target, self._trees / token)
 
     def identity(self, snapshot: Path) -> str:
-        return f"{(snapshot / 'lower').read_text()}:{_tree('identify', snapshot).split()[0]}"
+        return f"{(snapshot / 'lower').read_text()}:{self._tree('identify', snapshot).split()[0]}"
 
     # -- the rest ------------------------------------------------------------------------------------------------------
     def clone_file(self, source: Path, target: Path, mode: int) -> None:
@@ -128,6 +129,20 @@ class OverlayTrees:
             remove_tree(tree)
         return [f"{tree.parent / tree.name.removeprefix('.dead-')}" for tree in dead]
 
+    def _tree(self, *arguments: str | Path) -> str:
+        """Run native/tree.c; its failures become the `OSError` that they are."""
+        command = [str(self._program), "tree", *map(str, arguments)]
+        try:
+            done = subprocess.run(
+                command, check=False, capture_output=True, text=True, errors="replace", timeout=COPY_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise OSError(errno.ETIMEDOUT, f"`tree {arguments[0]}` took more than {COPY_TIMEOUT_S:.0f} s") from None
+        if done.returncode:
+            number, _, text = done.stderr.strip().partition(" ")
+            raise OSError(int(number) if number.isdigit() else errno.EIO, text or f"exit {done.returncode}")
+        return done.stdout
+
     def _references(self) -> Iterator[str]:
         for link in (self._store / "images").iterdir():
             if link.is_symlink():
@@ -138,6 +153,11 @@ class OverlayTrees:
                     yield note.read_text()
                 except FileNotFoundError:
                     continue
+
+    @cached_property
+    def _program(self) -> Path:
+        """The one of this store's first use: what is installed may change while a run goes on."""
+        return native_program()
 
     @contextmanager
     def _pinned(self, *, alone: bool = False) -> Iterator[None]:
@@ -201,18 +221,3 @@ def unmount_overlay(point: Path) -> None:
             time.sleep(0.01)
     if point.is_dir():
         point.rmdir()
-
-
-def _tree(*arguments: str | Path) -> str:
-    """Run native/tree.c; its failures become the `OSError` that they are."""
-    command = [str(native_program()), "tree", *map(str, arguments)]
-    try:
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, errors="replace", timeout=COPY_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise OSError(errno.ETIMEDOUT, f"`tree {arguments[0]}` took more than {COPY_TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        number, _, text = done.stderr.strip().partition(" ")
-        raise OSError(int(number) if number.isdigit() else errno.EIO, text or f"exit {done.returncode}")
-    return done.stdout

@@ -19,10 +19,12 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -341,6 +343,7 @@ static void identify(int at, uint64_t parent) {
 }
 
 int tree_main(int argc, char **argv) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL); /* nobody waits for what a killed driver had begun */
     struct rlimit files;
     if (!getrlimit(RLIMIT_NOFILE, &files)) { /* one folder in another, thousands deep */
         files.rlim_cur = files.rlim_max;
