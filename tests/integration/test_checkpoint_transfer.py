@@ -52,9 +52,9 @@ def stores(tmp_path_factory) -> dict[str, Path]:
 
 
 @asynccontextmanager
-async def opened(checkpoints: Path, store: Path, kind: str) -> AsyncIterator[Sandboxes]:
+async def opened(checkpoints: Path, store: Path, kind: str, **more: str) -> AsyncIterator[Sandboxes]:
     config = SandboxConfig.model_validate(
-        {"image": "test-tiny", "store": store, "store_bytes": 1 << 30, "store_kind": kind}
+        {"image": "test-tiny", "store": store, "store_bytes": 1 << 30, "store_kind": kind, **more}
     )
     with RunLabel.new("transfer test") as label:
         manager = await Sandboxes.open(config, label, checkpoints=checkpoints)
@@ -81,8 +81,8 @@ def make_files(root: Path) -> None:
     os.link(work / "plain", work / "hard-link")
     (work / "link").symlink_to("/no/where")
     with open(work / "sparse", "wb") as file:
-        file.truncate(64 << 20)
-        file.seek(32 << 20)
+        file.truncate(16 << 20)
+        file.seek(8 << 20)
         file.write(b"in the middle")
     (work / "set-id").write_text("#!/bin/sh\n")
     os.chown(work / "set-id", 65534, 65534)
@@ -178,6 +178,35 @@ def test_a_checkpoint_moves_to_another_store(tmp_path, stores, source_kind, targ
             import_checkpoint(archive, tmp_path / "new" / "checkpoints", store)
         assert not list(store.images.glob(".import-*"))
     asyncio.run(restore())
+
+
+@pytest.mark.parametrize("level", ["fs+shell", "fs"])
+def test_lower_levels_travel_too(tmp_path, stores, level):
+    """Without process images: an archive fits every host, and what the level promises comes back."""
+    archive = tmp_path / "one.tar"
+
+    async def export() -> str:
+        async with opened(tmp_path / "run" / "checkpoints", stores["btrfs"], "btrfs", allow_level=level) as manager:
+            box = await manager.create("s")
+            await shell(box, "export x=1; echo 1 > /x")
+            manifest = await box.checkpoint(action=1, level=level)
+            assert manifest.level == level and manifest.host is None
+            await asyncio.to_thread(
+                export_checkpoint, tmp_path / "run" / "checkpoints", manifest.id, archive, manager.store
+            )
+            await manager.discard("s")
+            return manifest.id
+
+    async def restore(checkpoint: str) -> None:
+        async with opened(tmp_path / "new" / "checkpoints", stores["overlay"], "overlay", allow_level=level) as manager:
+            box = await manager.restore("s", checkpoint)
+            assert await shell(box, "echo $x; cat /x") == ("1\n1\n" if level == "fs+shell" else "\n1\n")
+            await manager.discard("s")
+
+    checkpoint = asyncio.run(export())
+    with the_store(stores["overlay"], "overlay") as store:
+        import_checkpoint(archive, tmp_path / "new" / "checkpoints", store)
+    asyncio.run(restore(checkpoint))
 
 
 def snapshot_files(manager: Sandboxes, checkpoint: str) -> dict:

@@ -50,7 +50,7 @@ def doctor_command(*, as_json: bool, reap_now: bool) -> int:
     for item in removed:
         console.print(f"removed: {item} (run {item.label})")
     for line in settled:
-        console.print(f"removed: {line}")
+        console.print(f"settled: {line}")
     for item, why in failed:
         console.print(f"[red]not removed:[/] {item} (run {item.label}): {why}")
     if left:
