@@ -25,7 +25,7 @@ from belayer.errors import CheckpointDamaged, RestoreFailed, StorageFull
 from belayer.events import Event
 from belayer.faults import failpoints
 from belayer.ownership import RunLabel, labels
-from belayer.sandbox import Sandbox, Sandboxes, _btrfs, reap
+from belayer.sandbox import Sandbox, Sandboxes, _btrfs, _writer, reap
 from belayer.sandbox.store import Store
 
 pytestmark = [pytest.mark.crash, needs_sandboxes]
@@ -85,7 +85,8 @@ def faults(seen: list[Event]) -> list[str]:
     return [event.data["how"] for event in seen if event.kind == events.FAULT_DETECTED]
 
 
-def test_a_reboot_costs_only_what_was_not_written(tmp_path, image):
+def test_a_reboot_costs_only_what_was_not_written(tmp_path, image, monkeypatch):
+    monkeypatch.setattr(_writer, "JOIN_S", 0.1)  # the write is held up on purpose
     folder, seen = tmp_path / "checkpoints", []
 
     async def before() -> tuple[Manifest, Manifest]:
@@ -100,6 +101,8 @@ def test_a_reboot_costs_only_what_was_not_written(tmp_path, image):
                 await shell(box, "x=second; echo second > /x")
                 second = await box.checkpoint(action=2)
                 await asyncio.to_thread(there.wait, 10)
+                [writer] = [thread for thread in threading.enumerate() if thread.name == "belayer-write"]
+                assert writer.native_id is not None and os.getpriority(os.PRIO_PROCESS, writer.native_id) == 15
                 # checkpoints and restores do not wait for the write that is under way
                 third = await asyncio.wait_for(box.checkpoint(action=3), 5)
                 box = await asyncio.wait_for(manager.restore("s", second.id), 5)
@@ -421,6 +424,11 @@ def test_forks_keep_what_they_came_from(tmp_path, image):
             await eventually("now nobody needs it", lambda: not manager.checkpoints.data.manifest_path(source).exists())
             with pytest.raises(CheckpointDamaged):
                 await manager.restore(forks[0].name, source)
+            # one that still needs its origin's when the run ends: it stays no longer than the run
+            await forks[0].fork(1)
+            await manager.discard(forks[0].name)
+            assert len(manager.checkpoints.data.manifests()) == 2
+        assert [read_manifest(path).sandbox for path in (tmp_path / "checkpoints").glob("*.json")] == [forks[1].name]
 
     asyncio.run(body())
 

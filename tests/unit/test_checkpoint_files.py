@@ -85,7 +85,10 @@ def test_manifests_appear_whole(tmp_path):
         read_manifest(tmp_path)
 
 
-def test_image_files_are_copied_as_described_or_not_at_all(tmp_path):
+def test_image_files_are_copied_as_described_or_not_at_all(tmp_path, monkeypatch):
+    on_disk = []
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (on_disk.append(os.fstat(fd).st_size), real(fd)))
     source = tmp_path / "source"
     source.mkdir()
     (source / "pages-1.img").write_bytes(os.urandom((9 << 20) + 123))
@@ -96,6 +99,7 @@ def test_image_files_are_copied_as_described_or_not_at_all(tmp_path):
     pauses = []
     copy_images(source, tmp_path / "copy", files, lambda: pauses.append(1))
     assert len(pauses) == 10 and describe_images(tmp_path / "copy") == files
+    assert on_disk == [8 << 20], "more than that waited for the disk"
     verify_images(tmp_path / "copy", files)
     with pytest.raises(FileExistsError):
         copy_images(source, tmp_path / "copy", files, lambda: None)

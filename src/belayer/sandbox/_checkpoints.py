@@ -85,8 +85,12 @@ class Checkpoints:
         """Published checkpoints of a sandbox, oldest first."""
         return list(self._known.get(name, []))
 
-    def names(self) -> list[str]:
-        return list(self._known)
+    def generations(self) -> dict[str, int]:
+        """The highest generation of each sandbox of which there was a checkpoint, also one that is lost."""
+        found: dict[str, int] = {}
+        for manifest in [*(m for group in self._known.values() for m in group), *self._orphans]:
+            found[manifest.sandbox] = max(found.get(manifest.sandbox, 0), manifest.generation)
+        return found
 
     def load(self, checkpoint_id: str) -> Manifest:
         """Raises `CheckpointDamaged` when there is no such checkpoint or its manifest is unreadable."""
@@ -116,7 +120,12 @@ class Checkpoints:
             self._chore(self._remove, manifest)
 
     def drain(self) -> None:
-        """End the background writes, at the latest after `sandbox.drain_s` seconds. Blocking."""
+        """Delete what was only waiting for its last user, and end the background writes, within `sandbox.drain_s`.
+
+        Blocking; no sandbox runs any more.
+        """
+        for manifest in self._orphans:
+            self.data.remove(manifest.id)
         left = self.writer.close(self._config.drain_s)
         if left:
             how = f"{len(left)} checkpoints were not written within sandbox.drain_s = {self._config.drain_s:g} s"

@@ -27,6 +27,7 @@ from belayer.sandbox._image_files import copy_images, sync_images
 from belayer.sandbox.store import RESERVE, storage_errors
 
 PATIENCE_S = 0.1  # the longest pause per block: a run that always checkpoints somewhere still gets its images to disk
+JOIN_S = 5.0
 _NICE = 15
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IDLE = 3 << 13
@@ -95,7 +96,7 @@ class Writer:
             self._stopped = True
             self._change.notify_all()
         if self._thread is not None:
-            self._thread.join(5.0)  # a disk that hangs keeps its own thread, not ours
+            self._thread.join(JOIN_S)  # a disk that hangs keeps its own thread, not ours
         return left
 
     def _run(self) -> None:

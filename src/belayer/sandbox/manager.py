@@ -79,8 +79,7 @@ class Sandboxes:
             sink=sink,
             levels=levels,
         )
-        for name in self.checkpoints.names():
-            self._generations[name] = max(manifest.generation for manifest in self.checkpoints.of(name))
+        self._generations.update(self.checkpoints.generations())
 
     @classmethod
     async def open(
