@@ -6,7 +6,11 @@ moments, while six requests are always in flight. Every completion is compared, 
 with what the undisturbed engine says (float32). At the end nothing of the engine may be left on the host, and neither
 descriptors nor memory may have grown.
 
-`--faults N` injects N faults (1,000), `--seed S` others. A campaign that was stopped goes on with `--resume`.
+`--sandbox`: sandboxes that hold everything a checkpoint must capture are killed and restored, and every state compared;
+see `_sandbox_rounds`.
+
+`--faults N` injects N faults (1,000; sandboxes: 500), `--seed S` others. A campaign that was stopped goes on with
+`--resume`.
 """
 
 from __future__ import annotations
@@ -29,11 +33,13 @@ from belayer.config import EngineConfig
 from belayer.errors import ConfigError
 from belayer.faults.engine_kinds import WEIGHTS
 
+from . import _sandbox_rounds
 from ._fault_campaign import Campaign, Kind, Outcome
 from ._fault_episode import Record
 from ._models import Model, folder
 
 COUNT = {True: 40, False: 1000}
+ROUNDS = {True: 40, False: 500}
 QUICK_S = 38.0  # no fault is struck later; the end comes on top
 COUNTED = ("lost", "duplicated", "changed", "logprobs_changed", "hung", "failed", "leaked")
 SHOWN = 20  # of what went wrong
@@ -90,11 +96,18 @@ def _engines(plan: Workload, count: int, quick: bool) -> tuple[list[Kind], list[
 
 
 def bench(
-    quick: bool, engine: bool = False, faults: int | None = None, seed: int = 0, resume: bool = False
+    quick: bool,
+    engine: bool = False,
+    sandbox: bool = False,
+    faults: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Run the campaign; the result is in the form of every bench, one cell for each kind of fault."""
-    if not engine:
-        raise ConfigError("no campaign was chosen", next_step="say what to strike: --engine")
+    if engine == sandbox:
+        raise ConfigError("not exactly one campaign was chosen", next_step="say what to strike: --engine or --sandbox")
+    if sandbox:
+        return _sandbox_rounds.rounds(faults or ROUNDS[quick], seed, resume, QUICK_S if quick else None, _console.print)
     plan = workload()
     engines, skipped = _engines(plan, faults or COUNT[quick], quick)
     for reason in skipped:
@@ -193,6 +206,8 @@ def _p99(values: list[float]) -> float | None:
 
 def show(result: dict[str, Any], console: Console) -> None:
     """The table by kind of fault, and the totals."""
+    if "rounds" in result:
+        return _show_rounds(result, console)
     table = Table("fault", "injected", "how", "median", "p99", "detection", "its p99", title="belayer bench faults")
     for cell in result["cells"]:
         subject = cell["subject"]
@@ -221,6 +236,23 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{_ms(figures['worker_recovery_median_s'])} (median), {_ms(figures['worker_recovery_p99_s'])} (p99)"
         )
     console.print(f"growth from begin to end: {result['growth']}")
+    console.print(f"checks: {result['checks']}")
+    for text in result["wrong"][:SHOWN]:
+        console.print(f"  {text}", markup=False)
+
+
+def _show_rounds(result: dict[str, Any], console: Console) -> None:
+    table = Table("fault", "rounds", "checkpoint", "restore", "wrong", title="belayer bench faults --sandbox")
+    for cell in result["cells"]:
+        times = _ms(cell["checkpoint"]["median_s"]), _ms(cell["subject"]["median_s"])
+        table.add_row(cell["workload"], str(cell["rounds"]), *times, str(cell["checks"]["wrong_states"]))
+    console.print(table)
+    console.print(
+        f"{result['rounds']} rounds (seed {result['seed']}) in {result['wall_s']:.0f} s; "
+        f"{result['states_compared']} states compared; refused for a moment: {result['refusals'] or 'nothing'}"
+    )
+    for name, why in result["skipped"].items():
+        console.print(f"skipped: {name}: {why}", markup=False)
     console.print(f"checks: {result['checks']}")
     for text in result["wrong"][:SHOWN]:
         console.print(f"  {text}", markup=False)

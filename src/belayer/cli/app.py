@@ -88,7 +88,8 @@ def bench(
     ] = False,
     json: Annotated[Path | None, Parameter(help="Write machine, versions and every sample to this file.")] = None,
     engine: Annotated[bool | None, Parameter(negative="", help="faults: strike the rollout engine.")] = None,
-    faults: Annotated[int | None, Parameter(help="faults: how many; default 1,000, quick 40.")] = None,
+    sandbox: Annotated[bool | None, Parameter(negative="", help="faults: kill and restore sandboxes.")] = None,
+    faults: Annotated[int | None, Parameter(help="faults: how many; default 1,000 (rounds: 500), quick 40.")] = None,
     seed: Annotated[int | None, Parameter(help="faults: which ones, and when; default 0.")] = None,
     resume: Annotated[
         bool | None, Parameter(negative="", help="faults: go on with a campaign that was stopped.")
@@ -105,7 +106,15 @@ def bench(
     from belayer.cli.bench import bench_command
 
     return bench_command(
-        name, quick=quick, json_path=json, engine=engine, faults=faults, seed=seed, resume=resume, run=run
+        name,
+        quick=quick,
+        json_path=json,
+        engine=engine,
+        sandbox=sandbox,
+        faults=faults,
+        seed=seed,
+        resume=resume,
+        run=run,
     )
 
 
