@@ -120,6 +120,33 @@ def test_a_failing_hook_fails_the_fork_and_leaves_nothing(tmp_path):
     asyncio.run(body())
 
 
+def test_clocks_after_a_restore(tmp_path):
+    """A sandbox does not notice how long it was away, except by the time of day. CRIU sees to that with a namespace."""
+    ask = "python3 -c 'import time; print(time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), time.time())'"
+    away_s = 3.0
+
+    async def clocks(box: Sandbox) -> list[float]:
+        return [float(word) for word in (await run(box, ask)).split()]
+
+    async def body() -> None:
+        async with sandboxes(tmp_path / "c") as manager:
+            box = await manager.create("s")
+            for _ in range(2):
+                before, at = await clocks(box), time.monotonic()
+                manifest = await box.checkpoint(action=1)
+                await asyncio.sleep(away_s)
+                box = await manager.restore("s", manifest.id)
+                after = await clocks(box)
+                passed = time.monotonic() - at
+                seen = [b - a for a, b in zip(before, after, strict=True)]
+                assert seen[2] == pytest.approx(passed, abs=1.0), "the time of day is always the host's"
+                for clock in seen[:2]:
+                    assert clock >= 0
+                    assert clock == pytest.approx(passed - away_s, abs=1.0)
+
+    asyncio.run(body())
+
+
 def test_names_of_forks_of_forks_stay_short():
     name = "sandbox"
     seen = set()

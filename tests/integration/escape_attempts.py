@@ -93,7 +93,7 @@ for flag, what in (
         call("clone", flag | 17, 0, 0, 0, 0, label=f"clone {what}")
 call("clone3", struct.pack("<8Q", 0x10000000, 0, 0, 0, 17, 0, 0, 0), 64)
 for kind in ("net", "mnt", "pid", "uts", "ipc"):
-    call("setns", os.open(f"/proc/1/ns/{kind}", os.O_RDONLY), 0, label=f"setns {kind}")
+    call("setns", os.open(f"/proc/self/ns/{kind}", os.O_RDONLY), 0, label=f"setns {kind}")
 call("ptrace", 16, 1, 0, 0, label="ptrace attach to the init")
 call("ptrace", 0x4206, 1, 0, 0, label="ptrace seize the init")
 call("process_vm_readv", 1, 0, 0, 0, 0, 0)

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import stat
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from tests.conftest import needs_sandboxes
 from tests.sandbox_kit import eventually, run, sandboxes, shell
 
 from belayer.errors import CheckpointRefused
-from belayer.sandbox import Sandbox, Sandboxes
+from belayer.ownership import RunLabel
+from belayer.sandbox import Sandbox, Sandboxes, _cgroup
 from belayer.sandbox.criu import MASKED
 
 pytestmark = [pytest.mark.integration, needs_sandboxes]
@@ -185,7 +187,7 @@ def test_no_link_of_the_agent_leads_the_host_anywhere(tmp_path):
             box = await manager.create("s")
             await run(box, f"mkdir /data; ln -s {secret} /data/file; ln -s {outside} /data/folder")
             for path in ("/data/file", "/data/folder/secret", f"/proc/1/root{secret}", f"/proc/1/cwd/../../..{secret}"):
-                with pytest.raises(FileNotFoundError):
+                with pytest.raises((FileNotFoundError, PermissionError)):
                     await box.read(path)
             for path in ("/data/folder/planted", "../../../../../../../../../../" + str(outside / "planted")):
                 with pytest.raises(OSError) if path.startswith("/data") else _allowed():
@@ -319,3 +321,28 @@ def test_output_cannot_flood_the_driver(tmp_path):
             assert grown < 64 << 10, f"the driver grew by {grown >> 10} MB"
 
     asyncio.run(body())
+
+
+def test_the_device_list_of_cgroup_v1(tmp_path):
+    """Where there is no cgroup v2, its controller for devices gets the same list."""
+    controller = Path("/sys/fs/cgroup/devices")
+    if not (controller / "devices.allow").exists():
+        pytest.skip("no devices controller of cgroup v1 is mounted here")
+    with RunLabel.new("test") as label:
+        cgroup = _cgroup.SandboxCgroup(label.name, "s-1")
+        cgroup.folders = [controller / _cgroup.ROOT / label.name / "s-1"]
+        cgroup.folders[0].parent.mkdir(parents=True)
+        disk = next(path for path in sorted(Path("/sys/block").iterdir()) if (path / "dev").is_file())
+        os.mknod(tmp_path / "disk", stat.S_IFBLK | 0o600, os.makedev(*map(int, (disk / "dev").read_text().split(":"))))
+        try:
+            cgroup.make(memory_bytes=1 << 30, pids=10)
+            script = (
+                f"echo $$ > {cgroup.folders[0]}/cgroup.procs; head -c 1 {tmp_path}/disk; echo x > /dev/null && echo ok"
+            )
+            done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+            assert "Operation not permitted" in done.stderr and done.stdout == "ok\n", done
+        finally:
+            (tmp_path / "disk").unlink()
+            cgroup.kill()
+            cgroup.remove()
+            cgroup.folders[0].parent.rmdir()
