@@ -73,6 +73,13 @@ def test_the_shell_comes_back_without_its_processes(tmp_path):
             options = await shell(box, "echo $-")
             assert "e" in options and "u" in options
             await shell(box, "set +eu")
+            # what a background job says between two commands is heard once, although the shell was asked meanwhile
+            await shell(box, "(sleep 0.2; echo from the background) & true")
+            await asyncio.sleep(0.5)
+            await box.checkpoint(action=2, level="fs+shell")
+            heard = await shell(box, "echo next")
+            assert heard.count("from the background") == 1 and heard.endswith("next\n")
+            assert "background" not in await shell(box, "echo next")
             # a shell in a deleted directory cannot be described; the run accepts less, but this level was asked for
             await shell(box, "mkdir /tmp/gone; cd /tmp/gone; rmdir /tmp/gone")
             with pytest.raises(CheckpointRefused, match="directory"):
