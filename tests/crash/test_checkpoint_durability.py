@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -26,6 +28,7 @@ from belayer.events import Event
 from belayer.faults import failpoints
 from belayer.ownership import RunLabel, labels
 from belayer.sandbox import Sandbox, Sandboxes, _btrfs, _writer, reap
+from belayer.sandbox._data import RunData
 from belayer.sandbox.store import Store
 
 pytestmark = [pytest.mark.crash, needs_sandboxes]
@@ -134,6 +137,29 @@ def test_a_reboot_costs_only_what_was_not_written(tmp_path, image, monkeypatch):
         assert not list((folder / "pins").iterdir())
 
     asyncio.run(after(*asyncio.run(before())))
+
+
+def test_a_run_that_lost_its_id_touches_nobody(tmp_path):
+    """An id that a power failure has emptied would make all runs' folders its own."""
+    store = Store.open()
+    try:
+        other = RunData(tmp_path / "other", store)
+        (other.snapshots / "theirs").mkdir()
+        (other.memory / "theirs").mkdir()
+        for number, content in enumerate((b"", b"\n", b"..", b"\0\0\0\0", b"../../x", b"0123456789abcdeg")):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "run_id").write_bytes(content)
+            data = RunData(folder, store)
+            assert re.fullmatch("[0-9a-f]{16}", data.run_id) and data.run_id != other.run_id
+            data.collect_garbage()
+            data.close()
+        # nor does it take another run for garbage whose description is about to be written
+        assert json.loads((other.snapshots / "owner.json").read_text()) == {"checkpoints": str(tmp_path / "other")}
+        assert (other.snapshots / "theirs").is_dir() and (other.memory / "theirs").is_dir()
+        other.close()
+    finally:
+        store.close()
 
 
 def test_without_durability_nothing_is_written(tmp_path, image):

@@ -32,9 +32,9 @@ def claim(folder: Path, about: dict[str, str] | None = None, *, wait_s: float = 
     """
     deadline = time.monotonic() + wait_s
     while True:
-        fd = _take(folder) if folder.exists() else _make(folder)
+        fd = _take(folder) if folder.exists() else _make(folder, about or {})
         if fd is not None:
-            (folder / "owner.json").write_text(json.dumps(about or {}))
+            _sign(folder, about or {})
             return fd
         if time.monotonic() > deadline:
             raise RunInUse(f"{folder} is used by another living process", next_step="wait until it has ended")
@@ -81,12 +81,30 @@ def claimed_folders(parent: Path, wanted: Callable[[str], bool] = lambda name: T
     return found
 
 
-def _make(folder: Path) -> int | None:
+def _sign(folder: Path, about: dict[str, str]) -> None:
+    """Write `owner.json`, unless it says that already. At no moment, not even after a power failure, is it half there.
+
+    A folder whose owner cannot be read counts as garbage.
+    """
+    path, content = folder / "owner.json", json.dumps(about)
+    with suppress(OSError):
+        if path.read_text() == content:
+            return
+    fresh = folder / ".owner.json"
+    with open(fresh, "w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _make(folder: Path, about: dict[str, str]) -> int | None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = folder.with_name(f"{_NEW}{folder.name}-{secrets.token_hex(4)}")
     fresh.mkdir(mode=0o700)
     fd = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
+    (fresh / "owner.json").write_text(json.dumps(about))  # new: what a power failure leaves of it has no content yet
     try:
         os.rename(fresh, folder)
         return fd

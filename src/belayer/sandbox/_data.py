@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -26,6 +27,7 @@ from pathlib import Path
 from belayer.checkpoint.manifest import Manifest, read_manifest
 from belayer.errors import CheckpointDamaged
 from belayer.faults import failpoints
+from belayer.files import write_atomically
 from belayer.ownership import labels
 from belayer.sandbox import _claims, _pins
 from belayer.sandbox.store import DURABLE, Store, remove_tree
@@ -46,10 +48,10 @@ class RunPlaces:
     @classmethod
     def of(cls, checkpoints: Path) -> RunPlaces:
         """Raises `CheckpointDamaged` when the folder never had a checkpoint."""
-        try:
-            return cls(checkpoints, (checkpoints / "run_id").read_text().strip())
-        except OSError as error:
-            raise CheckpointDamaged(f"there are no checkpoints in {checkpoints}: {error.strerror}") from error
+        run_id = _read_id(checkpoints)
+        if run_id is None:
+            raise CheckpointDamaged(f"there are no checkpoints in {checkpoints}: it has no run_id")
+        return cls(checkpoints, run_id)
 
     def snapshot_in(self, store: Store, checkpoint_id: str) -> Path:
         """Where the store has the file system of a checkpoint."""
@@ -89,12 +91,11 @@ class RunData(RunPlaces):
 
     def __init__(self, checkpoints: Path, store: Store) -> None:
         checkpoints.mkdir(parents=True, exist_ok=True)
-        id_file = checkpoints / "run_id"
-        if not id_file.exists():
-            fresh = id_file.with_suffix(f".{os.getpid()}")
-            fresh.write_text(secrets.token_hex(8))
-            os.replace(fresh, id_file)
-        super().__init__(checkpoints, id_file.read_text().strip())
+        run_id = _read_id(checkpoints)
+        if run_id is None:
+            write_atomically(checkpoints / "run_id", secrets.token_hex(8).encode())
+            run_id = _read_id(checkpoints) or ""
+        super().__init__(checkpoints, run_id)
         self.store = store
         self.snapshots = store.root / "runs-data" / self.run_id
         about = {"checkpoints": str(self.checkpoints)}
@@ -252,10 +253,19 @@ def _first_cause(error: shutil.Error) -> OSError:
     return OSError(number, reasons[0])
 
 
+def _read_id(checkpoints: Path) -> str | None:
+    """The run's id, or None. Only what looks like one counts: folders of that name are deleted with all in them."""
+    try:
+        found = (checkpoints / "run_id").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return found if re.fullmatch("[0-9a-f]{16}", found) else None
+
+
 def _owner(folder: Path, run_id: str) -> Path | None:
     """The checkpoints folder of the run, if it still exists and is still that run's."""
     try:
         checkpoints = Path(json.loads((folder / "owner.json").read_text())["checkpoints"])
-        return checkpoints if (checkpoints / "run_id").read_text().strip() == run_id else None
+        return checkpoints if _read_id(checkpoints) == run_id else None
     except (OSError, ValueError, KeyError):
         return None

@@ -135,8 +135,8 @@ class Writer:
         with data.publishing:
             if not self._exists(manifest):
                 raise _Garbage
-            sync_folder(data.disk)
-            sync_folder(data.checkpoints)
+            for folder in (data.disk, data.checkpoints, data.checkpoints.parent):
+                sync_folder(folder)
             durable = msgspec.structs.replace(manifest, durability="host")
             write_manifest(data.manifest_path(manifest.id), durable, durable=True)
         failpoints.hit("checkpoint.write.published")

@@ -327,7 +327,9 @@ def _make_file(file: Path, size: int) -> None:
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             raise SandboxUnavailable(f"no btrfs file system could be made in {file}: {done.stderr.strip()}")
+        _flush(fresh)
         os.replace(fresh, file)
+        _flush(file.parent)
     finally:
         fresh.unlink(missing_ok=True)
 
@@ -380,7 +382,7 @@ def _is_mounted(point: Path) -> bool:
 
 
 def _flush(file: Path) -> None:
-    """Have the disk write what it still holds of a store file that was used without barriers."""
+    """Have the disk write what it still holds of a store file, or of the names in a folder."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
