@@ -138,7 +138,19 @@ class BtrfsTrees:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete `path` whatever it is: a subvolume, a file, or a folder of them. Missing is fine."""
+    """Delete `path` whatever it is: a subvolume, a file, or a folder of them, protected or not. Missing is fine."""
+    try:
+        _remove(path)
+    except PermissionError:
+        for folder, _, files in os.walk(path):
+            for name in ("", *files):
+                entry = Path(folder, name)
+                if not entry.is_symlink() and (entry.is_dir() or entry.is_file()):
+                    _btrfs.set_immutable(entry, False)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -150,25 +162,12 @@ def remove_tree(path: Path) -> None:
             _btrfs.delete_subvolume(path)
             return
         for entry in list(path.iterdir()):
-            remove_tree(entry)
+            _remove(entry)
         path.rmdir()
 
 
 def _remove_folder(path: Path) -> None:
-    """Like `rm -rf`, also of what `set_immutable` protects. One failure does not end it before the rest is done."""
-    failures = _try_remove(path)
-    if any(error.errno == errno.EPERM for error in failures):
-        for folder, _, files in os.walk(path):
-            for name in ("", *files):
-                entry = Path(folder, name)
-                if not entry.is_symlink() and (entry.is_dir() or entry.is_file()):
-                    _btrfs.set_immutable(entry, False)
-        failures = _try_remove(path)
-    if failures:
-        raise failures[0]
-
-
-def _try_remove(path: Path) -> list[OSError]:
+    """Like `rm -rf`. One failure does not end it before the rest is done."""
     failures: list[OSError] = []
 
     def note(function: object, name: str, info: tuple[type[BaseException], BaseException, object]) -> None:
@@ -177,4 +176,5 @@ def _try_remove(path: Path) -> list[OSError]:
             failures.append(error)
 
     shutil.rmtree(path, onerror=note)
-    return failures
+    if failures:
+        raise failures[0]
