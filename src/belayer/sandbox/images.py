@@ -68,7 +68,8 @@ def find(store: Store, name: str) -> Image:
     if info is None or not path.is_dir() or "/" in name:
         known = ", ".join(names(store)) or "none"
         raise ImageError(
-            f"there is no sandbox image {name!r} in the store (there: {known})", next_step="run `make setup`"
+            f"there is no sandbox image {name!r} in the store (there: {known})",
+            next_step="`make setup` makes `base`, `belayer image import` any other",
         )
     environment = {f"BELAYER_ENV_{variable}": value for variable, value in info.config.env.items()}
     if info.config.workdir:
