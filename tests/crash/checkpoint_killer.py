@@ -26,21 +26,20 @@ from belayer.sandbox import Sandbox, Sandboxes
 from belayer.sandbox.store import Store
 from belayer.sandbox.transfer import export_checkpoint, import_checkpoint
 
-# step -> is the checkpoint that was being taken there afterwards?
-PUBLISH = {
-    "checkpoint.publish.captured": False,
-    "checkpoint.publish.written": False,
-    "checkpoint.publish.renamed": True,
-    "checkpoint.write.begin": True,
-    "checkpoint.write.file": True,
-    "checkpoint.write.copied": True,
-    "checkpoint.write.renamed": True,
-    "checkpoint.write.published": True,
-    "checkpoint.remove.manifest": True,
-    "checkpoint.remove.images": True,
-    "checkpoint.move.copied": True,
-    "checkpoint.move.renamed": True,
-}
+PUBLISH = (
+    "checkpoint.publish.captured",
+    "checkpoint.publish.written",
+    "checkpoint.publish.renamed",
+    "checkpoint.write.begin",
+    "checkpoint.write.file",
+    "checkpoint.write.copied",
+    "checkpoint.write.renamed",
+    "checkpoint.write.published",
+    "checkpoint.remove.manifest",
+    "checkpoint.remove.images",
+    "checkpoint.move.copied",
+    "checkpoint.move.renamed",
+)
 TRANSFER = (
     "checkpoint.export.images",
     "checkpoint.export.tree",
@@ -84,11 +83,10 @@ async def driver(folder: Path, number: int, step: str, wanted: list[int]) -> Non
 async def go_on(folder: Path, manager: Sandboxes, box: Sandbox, number: int, step: str) -> None:
     failpoints.arm(step, "kill")
     # the last of these is the one that the step interrupts: a deletion needs some to delete
-    for action in range(number - (3 if ".remove." in step else 0), number + 1):
+    for action in actions(number, step):
         await shell(box, f"x={action}; echo {action} > /x")
-        note_published(folder, action - 1)
         manifest = await box.checkpoint(action=action)
-    note_published(folder, action)
+        note_published(folder, action)
     if step in TRANSFER:
         archive = folder / f"{number}.tar"
         await asyncio.to_thread(export_checkpoint, folder / "run" / "checkpoints", manifest.id, archive, manager.store)
@@ -97,6 +95,11 @@ async def go_on(folder: Path, manager: Sandboxes, box: Sandbox, number: int, ste
         await manager.close()
     else:
         await asyncio.sleep(10)
+
+
+def actions(number: int, step: str) -> range:
+    """Those that a life checkpoints; a deletion needs some to delete."""
+    return range(number - (3 if ".remove." in step else 0), number + 1)
 
 
 def note_published(folder: Path, action: int) -> None:
@@ -158,17 +161,18 @@ def check_nothing_imported(folder: Path) -> None:
     archive.unlink()
 
 
-def main(folder: Path, steps: list[str]) -> None:
+def main(folder: Path, steps: tuple[str, ...]) -> None:
     wanted: list[int] = []
     for number, step in enumerate(steps):
         action = 10 * (number + 1)
         one(folder, action, step, wanted)
         settle(folder)
-        published = int((folder / "published").read_text())
-        if ".remove." in step:  # in the background, while the next checkpoint is taken
-            wanted = [published, published + 1]
-        elif PUBLISH.get(step, True):
+        published = int((folder / "published").read_text()) if (folder / "published").exists() else 0
+        if step == "checkpoint.publish.renamed":
             wanted = [action]
+        elif not step.startswith("checkpoint.publish"):
+            # what happens in the background may happen to an older one, before or while a new one is published
+            wanted = [published, *[each for each in actions(action, step) if each > published][:1]]
         if step.startswith("checkpoint.export"):
             left = [path.name for path in folder.iterdir() if path.name not in ("run", "label", "published", "other")]
             assert not left, f"a killed export left {left}"
@@ -177,5 +181,5 @@ def main(folder: Path, steps: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    chosen = {"publish": list(PUBLISH), "transfer": list(TRANSFER)}[sys.argv[2]]
+    chosen = {"publish": PUBLISH, "transfer": TRANSFER}[sys.argv[2]]
     main(Path(sys.argv[1]), chosen)
