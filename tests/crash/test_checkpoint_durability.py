@@ -27,7 +27,7 @@ from belayer.errors import CheckpointDamaged, RestoreFailed, StorageFull
 from belayer.events import Event
 from belayer.faults import failpoints
 from belayer.ownership import RunLabel, labels
-from belayer.sandbox import Sandbox, Sandboxes, _btrfs, _writer, reap
+from belayer.sandbox import Sandbox, Sandboxes, _btrfs, _pins, _writer, reap
 from belayer.sandbox._data import RunData
 from belayer.sandbox.store import Store
 
@@ -365,6 +365,7 @@ def test_a_full_disk_costs_only_the_write(tmp_path, image):
                 await box.checkpoint(action=3)
             assert caught.value.kept and caught.value.next_step
             assert [m.id for m in manager.manifests("s")] == [small.id, big.id]
+            assert not list(folder.glob("*.tmp")), "half a manifest"
             box = await manager.restore("s", big.id)
             assert await shell(box, "echo $x ${#big}") == "big 20000000\n"
         return small.id, big.id
@@ -391,6 +392,19 @@ def test_a_full_disk_costs_only_the_write(tmp_path, image):
     with small_tmpfs(tmp_path / "disk", "12m") as disk:
         folder = disk / "checkpoints"
         asyncio.run(second(folder, disk, *asyncio.run(first(folder, disk))))
+
+
+def test_deleting_needs_no_room(tmp_path):
+    with small_tmpfs(tmp_path / "disk", "1m,nr_inodes=8") as disk:
+        (disk / _pins._FOLDER).mkdir()
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(20):
+                (disk / str(number)).touch()
+        with _pins.unpinned(disk, "a") as free:
+            assert free
+        (disk / "0").unlink()
+        with _pins.pinned(disk, "a") as there, _pins.unpinned(disk, "a") as free:
+            assert there and not free
 
 
 def test_garbage_is_not_written_and_closing_does_not_wait_for_ever(tmp_path, image):

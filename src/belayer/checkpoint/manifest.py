@@ -92,13 +92,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def write_manifest(path: Path, manifest: Manifest, *, durable: bool) -> None:
     """Publish `manifest` at `path` atomically; `durable`: the file survives a reboot (fsync of file and folder)."""
     fresh = path.with_suffix(".tmp")
-    with open(fresh, "wb") as file:
-        file.write(encode_manifest(manifest))
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    failpoints.hit("checkpoint.publish.written")
-    os.replace(fresh, path)
+    try:
+        with open(fresh, "wb") as file:
+            file.write(encode_manifest(manifest))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        failpoints.hit("checkpoint.publish.written")
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
     failpoints.hit("checkpoint.publish.renamed")
     if durable:
         sync_folder(path.parent)

@@ -8,6 +8,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -31,7 +32,13 @@ def pinned(checkpoints: Path, checkpoint_id: str) -> Iterator[bool]:
 @contextmanager
 def unpinned(checkpoints: Path, checkpoint_id: str) -> Iterator[bool]:
     """True, and nobody begins to read the checkpoint as long as the block lasts; False when somebody reads it."""
-    fd = _lock(checkpoints, checkpoint_id, fcntl.LOCK_EX)
+    try:
+        fd = _lock(checkpoints, checkpoint_id, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        yield True  # there is no pin and no room to make one, for readers neither; deleting must go on
+        return
     try:
         yield fd is not None
     finally:
