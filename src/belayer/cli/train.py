@@ -18,6 +18,7 @@ from belayer.observe import MetricsLog, RunSummary, Summary, open_view, read_sum
 from belayer.run import open_directory
 from belayer.run_directory import RunDirectory
 from belayer.training.task import load_task
+from belayer.verify import verify_run
 
 console = Console(highlight=False, soft_wrap=True)
 JOB_FILE = "job.json"
@@ -106,8 +107,14 @@ def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain:
     console.print(f"summary: {directory / 'summary.json'}")
     console.print(f"report:  {write_report(directory, directory / 'reference' if reference else None)}")
     _print_verdict(summary)
+    verdict = verify_run(directory)
+    if verdict.consistent:
+        console.print(f"verified: all {verdict.rollouts} rollouts describe what their environment did")
+    else:
+        broken = len(verdict.findings)
+        console.print(f"NOT consistent: {broken} broken promises; `belayer verify {directory}` prints them")
     same = not summary.tokens_changed and summary.rollouts_identical == summary.rollouts_compared
-    good = summary.ok and not summary.lost and not summary.duplicated and same
+    good = summary.ok and not summary.lost and not summary.duplicated and same and verdict.consistent
     return 0 if good else 1
 
 
