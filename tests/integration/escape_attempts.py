@@ -7,10 +7,13 @@ import ctypes
 import errno
 import fcntl
 import json
+import mmap
 import os
 import platform
+import resource
 import socket
 import struct
+import sys
 import time
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -137,6 +140,15 @@ call("landlock_create_ruleset", None, 0, 1)
 call("memfd_secret", 0)
 call("futuristic")
 
+if X86:
+    # the other two tables of system calls that the kernel has: 32-bit programs, and x32
+    page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(b"\xb8\x14\x00\x00\x00\xcd\x80\xc3")  # mov eax, 20 (getpid); int 0x80; ret
+    getpid32 = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+    answer = getpid32()
+    found["int 0x80"] = errno.errorcode.get(-answer, f"REACHED ({answer})")
+    record("x32", lambda: libc.syscall(ctypes.c_long(0x40000000 | 39)))
+
 # -- devices -----------------------------------------------------------------------------------------------------------
 for name, mode, device in (
     ("disk", 0o60600, (7, 0)),
@@ -202,6 +214,9 @@ for family, kind, protocol, what in (
     record(f"socket {what}", lambda f=family, k=kind, p=protocol: socket.socket(f, k, p).fileno())
 for address in (("1.1.1.1", 80), ("169.254.169.254", 80), ("10.0.0.1", 22)):
     record(f"connect {address[0]}", lambda a=address: socket.create_connection(a, 1).fileno())
+if len(sys.argv) > 2:  # where something of the host listens: a port of its loopback, an abstract address
+    record("the host's loopback", lambda: socket.create_connection(("127.0.0.1", int(sys.argv[1])), 1).fileno())
+    record("the host's abstract socket", lambda: socket.socket(socket.AF_UNIX).connect(f"\0{sys.argv[2]}") or 0)
 record(
     "netlink: add an address",
     lambda: fcntl.ioctl(socket.socket(), 0x8916, struct.pack("16sH2s4s8x", b"lo", 2, b"", b"\x0a\0\0\1")) and 0,
@@ -262,6 +277,7 @@ def look_around():
     for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "Seccomp", "NoNewPrivs", "Seccomp_filters"):
         found[key] = status[key].strip()
     found["hostname"] = socket.gethostname()
+    found["core"] = str(resource.getrlimit(resource.RLIMIT_CORE))
     found["clock"] = str(time.time() > 1.6e9)
 
 

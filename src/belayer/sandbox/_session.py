@@ -167,6 +167,8 @@ class Session:
             raise SandboxLost(f"sandbox {self._name} does not answer within {timeout_s:.1f} s") from None
         except OSError as error:
             raise SandboxLost(f"sandbox {self._name} cannot be reached: {error}") from error
+        except struct.error as error:
+            raise SandboxLost(f"sandbox {self._name} answers with nonsense: {error}") from error
 
     async def _ask_state(self, kind: bytes, payload: bytes) -> InitState:
         connection = await self._connect()
@@ -199,6 +201,8 @@ class Session:
             ) from None
         except OSError as error:
             raise SandboxLost(f"sandbox {self._name} broke off in the middle of a command: {error}") from error
+        except struct.error as error:
+            raise SandboxLost(f"sandbox {self._name} answers with nonsense: {error}") from error
 
     async def _ask_run(
         self,
