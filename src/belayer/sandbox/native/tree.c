@@ -129,11 +129,12 @@ static bool linked(const struct stat *st, int to, const char *name) {
 }
 
 /* -- one entry ----------------------------------------------------------------------------------------------------- */
-static void copy_attributes(int from, const char *name, int to) {
+/* `open_file`: a descriptor of the source, or -1. */
+static void copy_attributes(int from, const char *name, int to, int open_file) {
     static char names[1 << 16], value[1 << 16];
     char source[320], target[320];
     snprintf(source, sizeof source, "/proc/self/fd/%d/%s", from, name);
-    ssize_t n = llistxattr(source, names, sizeof names);
+    ssize_t n = open_file >= 0 ? flistxattr(open_file, names, sizeof names) : llistxattr(source, names, sizeof names);
     if (n < 0 && errno != ENOTSUP) die("cannot list the attributes of");
     if (n <= 0) return;
     snprintf(target, sizeof target, "/proc/self/fd/%d/%s", to, name);
@@ -148,7 +149,7 @@ static void copy_attributes(int from, const char *name, int to) {
 static void copy_metadata(int from, int to, const char *name, const struct stat *st) {
     if (fchownat(to, name, st->st_uid, st->st_gid, AT_SYMLINK_NOFOLLOW)) die("cannot set the owner of");
     if (!S_ISLNK(st->st_mode) && fchmodat(to, name, st->st_mode & 07777, 0)) die("cannot set the mode of");
-    copy_attributes(from, name, to);
+    copy_attributes(from, name, to, -1);
     struct timespec times[2] = {st->st_atim, st->st_mtim};
     if (utimensat(to, name, times, AT_SYMLINK_NOFOLLOW)) die("cannot set the times of");
 }
@@ -190,7 +191,8 @@ static void copy_file(int from, int to, const char *name, const struct stat *st)
         no_clones = !done; /* this file system, or these two, cannot */
     }
     if (!done) {
-        if (st->st_blocks * 512 >= st->st_size) copy_range(in, out, 0, st->st_size);
+        bool whole = st->st_blocks * 512 >= st->st_size;
+        if (whole) copy_range(in, out, 0, st->st_size);
         else
             for (off_t at = 0; at < st->st_size;) {
                 off_t data = lseek(in, at, SEEK_DATA);
@@ -201,8 +203,15 @@ static void copy_file(int from, int to, const char *name, const struct stat *st)
                 copy_range(in, out, data, hole);
                 at = hole;
             }
-        if (ftruncate(out, st->st_size)) die("cannot set the size of");
+        if (!whole && ftruncate(out, st->st_size)) die("cannot set the size of");
     }
+    /* as in copy_metadata, without looking the name up again and again: most files are plain ones of root's */
+    if (st->st_uid || st->st_gid)
+        if (fchown(out, st->st_uid, st->st_gid)) die("cannot set the owner of");
+    if (fchmod(out, st->st_mode & 07777)) die("cannot set the mode of");
+    copy_attributes(from, name, to, in);
+    struct timespec times[2] = {st->st_atim, st->st_mtim};
+    if (futimens(out, times)) die("cannot set the times of");
     close(in);
     if (close(out)) die("cannot write");
 }
@@ -264,7 +273,7 @@ static void copy_dir(int from, int to, bool index) {
             } else if (mknodat(to, name, st.st_mode & (S_IFMT | 0700), st.st_rdev)) {
                 die("cannot make");
             }
-            copy_metadata(from, to, name, &st);
+            if (!S_ISREG(st.st_mode)) copy_metadata(from, to, name, &st);
         }
         leave(before);
     }
