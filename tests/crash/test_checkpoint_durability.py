@@ -15,15 +15,16 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import pytest
 from tests.checkpoint_kit import make_tiny_image, tiny_image
 from tests.conftest import needs_sandboxes
 from tests.sandbox_kit import eventually, kill_init, sandboxes, shell
 
 from belayer import events
-from belayer.checkpoint.manifest import Manifest, read_manifest
+from belayer.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from belayer.config import SandboxConfig
-from belayer.errors import CheckpointDamaged, RestoreFailed, StorageFull
+from belayer.errors import CheckpointDamaged, CheckpointUnfit, RestoreFailed, StorageFull
 from belayer.events import Event
 from belayer.faults import failpoints
 from belayer.ownership import RunLabel, labels
@@ -256,6 +257,12 @@ def test_a_flipped_byte_anywhere_is_refused(tmp_path, image):
             path = data.manifest_path(manifest.id)
             for at in range(0, path.stat().st_size, path.stat().st_size // 12):
                 await refused(manager, manifest, path, at)
+            assert manifest.host is not None
+            newer = msgspec.structs.replace(manifest.host, kernel="99.0.0")
+            write_manifest(path, msgspec.structs.replace(manifest, host=newer), durable=False)
+            with pytest.raises(CheckpointUnfit, match="kernel 99"):
+                await manager.restore("s", manifest.id)
+            write_manifest(path, manifest, durable=False)
             extra = data.disk / manifest.id / "core-99.img"
             extra.write_bytes(b"x")
             with pytest.raises(CheckpointDamaged, match=r"core-99\.img is not of this checkpoint"):

@@ -33,6 +33,7 @@ from belayer.sandbox import _claims, _pins
 from belayer.sandbox.store import DURABLE, Store, remove_tree
 
 PREFIX = "data-"
+PUBLISH_TIMEOUT_S = 5.0  # a disk that hangs in the middle of a publication holds nobody up longer than this
 IMPORT_PREFIX = ".import-"  # and the label of the process that unpacks a checkpoint there
 
 
@@ -107,7 +108,7 @@ class RunData(RunPlaces):
             raise
         # held by the thread that gives a checkpoint's parts their names, or takes them away
         self.publishing = threading.Lock()
-        self._open = True
+        self.closed = False
 
     def remove(self, checkpoint_id: str) -> bool:
         """Delete one checkpoint: the manifest first, so that no half of it can be restored.
@@ -156,9 +157,12 @@ class RunData(RunPlaces):
         Images that the disk has no room for stay in memory, where the next process finds them; returned are sentences
         about them.
         """
-        if not self._open:
+        if self.closed:
             return []
-        self._open = False
+        got = self.publishing.acquire(timeout=PUBLISH_TIMEOUT_S)
+        self.closed = True
+        if got:
+            self.publishing.release()
         self.collect_garbage()
         stay = []
         for manifest in self.manifests():

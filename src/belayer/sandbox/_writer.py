@@ -133,8 +133,7 @@ class Writer:
         sync_snapshot(data.snapshots / manifest.id)
         data.mark_durable()
         with data.publishing:
-            if not self._exists(manifest):
-                raise _Garbage
+            self._check_wanted(manifest)
             for folder in (data.disk, data.checkpoints, data.checkpoints.parent):
                 sync_folder(folder)
             durable = msgspec.structs.replace(manifest, durability="host")
@@ -151,8 +150,7 @@ class Writer:
                 copy_images(self._data.memory / manifest.id, fresh, manifest.images, lambda: self._pause(manifest))
             failpoints.hit("checkpoint.write.copied")
             with self._data.publishing:
-                if not self._exists(manifest):
-                    raise _Garbage
+                self._check_wanted(manifest)
                 if not target.is_dir():
                     os.replace(fresh, target)
             failpoints.hit("checkpoint.write.renamed")
@@ -178,7 +176,11 @@ class Writer:
 
     def _pause(self, manifest: Manifest) -> None:
         self._quiet.wait(PATIENCE_S)
-        if self._stopped or not self._exists(manifest):
+        self._check_wanted(manifest)
+
+    def _check_wanted(self, manifest: Manifest) -> None:
+        # a write that the disk held up beyond the run's end must not touch what may be another process's by now
+        if self._stopped or self._data.closed or not self._exists(manifest):
             raise _Garbage
 
     def _exists(self, manifest: Manifest) -> bool:
