@@ -20,7 +20,7 @@ from . import files, kit
 from .kit import REGISTRY, Resource
 
 PLACE = os.environ.get("CONFORMANCE_PLACE", "/srv/conformance")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 40.0
 FILES = frozenset(name for name in REGISTRY if files)  # of level `fs`: no process holds them
 
 

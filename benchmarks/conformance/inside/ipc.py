@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import struct
+from contextlib import suppress
 from typing import Any
 
 from .kit import LIBC, Resource, call, digest, fork, require, resource, wait_until
@@ -94,8 +95,9 @@ class SystemVSemaphores(Resource):
 
     def _wait(self) -> None:
         while True:
-            call("semop", self.id, struct.pack("Hhh", 1, -1, 0), 1)
-            os.write(self.write, b"x")
+            with suppress(InterruptedError):  # the kernel never goes on with a semop by itself: not after a dump either
+                call("semop", self.id, struct.pack("Hhh", 1, -1, 0), 1)
+                os.write(self.write, b"x")
 
     def probe(self) -> Any:
         return [self.id, *(call("semctl", self.id, number, 12) for number in range(3))]

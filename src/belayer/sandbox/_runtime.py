@@ -55,7 +55,7 @@ class Runtime(Protocol):
 
 def refuse_what_would_be_lost(place: Place) -> None:
     """For a runtime that dumps by CRIU, while all is frozen. Raises `CheckpointRefused`. Blocking."""
-    if lost := what_would_be_lost(place.cgroup.pids()):
+    if lost := what_would_be_lost(place.cgroup.pids(), place.root):
         raise CheckpointRefused(
             f"CRIU would lose a part of this sandbox's state: {'; '.join(lost[:4])}",
             kept="the sandbox runs on, and its earlier checkpoints are kept",
@@ -108,7 +108,7 @@ class NativeRuntime:
             agent=place.agent,
             cgroups=place.cgroup.folders,
             work=place.work,
-            before_resume=place.protect_agent,
+            close_agent=True,
         )
 
     def remove(self, place: Place) -> None:

@@ -11,6 +11,7 @@ import array
 import ctypes
 import fcntl
 import os
+import struct
 import termios
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,10 +19,14 @@ from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PIDFD_GETFD = 438
+_INO_LOOKUP = 0xD0009412  # BTRFS_IOC_INO_LOOKUP
 
 
-def what_would_be_lost(pids: Iterable[int]) -> list[str]:
-    """One sentence for each such state of these processes, which must not run meanwhile. Blocking."""
+def what_would_be_lost(pids: Iterable[int], root: Path) -> list[str]:
+    """One sentence for each such state of these processes, which must not run meanwhile. Blocking.
+
+    `root` is where their root file system lies on the host.
+    """
     pids = list(pids)
     found: list[str] = []
     deleted: set[int] = set()  # inodes of deleted files that are open
@@ -38,7 +43,10 @@ def what_would_be_lost(pids: Iterable[int]) -> list[str]:
             elif target.endswith(" (deleted)"):
                 with suppress(OSError):
                     deleted.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
+    if watches:
+        _warm(root, {inode for _, inode in watches} - deleted)
     found += [f"process {pid} watches a deleted file by inotify" for pid, inode in watches if inode in deleted]
+    found += [f"process {pid} has a lock on a file that it has mapped" for pid in _lock_on_mapped_file(set(pids))]
     if pids and _datagrams(pids[0]):
         found.append("a UDP socket has datagrams that nobody has read")
     return found
@@ -64,6 +72,25 @@ def _watched(pid: int, fd: int) -> list[int]:
     return [int(field[4:], 16) for line in fields for field in line if field.startswith("ino:")]
 
 
+def _warm(root: Path, inodes: set[int]) -> None:
+    """Bring the names of watched files into the kernel's cache, where root is a btrfs subvolume.
+
+    CRIU finds them by file handle. If a file's name has left the cache the kernel knows none for its handle, and CRIU
+    keeps the handle, which means nothing in the restored file system.
+    """
+    with suppress(OSError):
+        top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for inode in inodes:
+                request = bytearray(struct.pack("QQ", 0, inode) + bytes(4080))
+                with suppress(OSError):
+                    fcntl.ioctl(top, _INO_LOOKUP, request)
+                    path = bytes(request[16:]).split(b"\0")[0].rstrip(b"/")
+                    os.stat(path, dir_fd=top, follow_symlinks=False)
+        finally:
+            os.close(top)
+
+
 @contextmanager
 def _twin(pid: int, fd: int) -> Iterator[int]:
     """A descriptor of ours of the same open file, or -1."""
@@ -86,6 +113,27 @@ def _unread(pid: int, fd: int) -> int:
         if twin >= 0:
             fcntl.ioctl(twin, termios.FIONREAD, count)
     return count[0]
+
+
+def _lock_on_mapped_file(pids: set[int]) -> list[int]:
+    """Processes with a POSIX lock on a file that they have mapped, as sqlite has in WAL mode.
+
+    CRIU closes the descriptor through which it maps a file after it has set the locks, and with the first closed
+    descriptor of a file the kernel drops all of a process's POSIX locks on it.
+    """
+    inodes: dict[int, set[str]] = {}
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        # "1: POSIX ADVISORY WRITE 123 00:2f:4711 0 EOF"; who waits for a lock has "->" behind the number
+        if len(fields) == 8 and fields[1] == "POSIX" and int(fields[4]) in pids:
+            inodes.setdefault(int(fields[4]), set()).add(fields[5].rpartition(":")[2])
+    found = []
+    for pid, locked in inodes.items():
+        with suppress(OSError):
+            mapped = {line.split(None, 5)[4] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+            if mapped & locked:
+                found.append(pid)
+    return found
 
 
 def _datagrams(pid: int) -> bool:

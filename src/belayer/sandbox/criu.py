@@ -25,7 +25,7 @@ from pathlib import Path
 from belayer.errors import CheckpointRefused, RestoreFailed, SandboxUnavailable
 from belayer.ownership import cache_dir
 from belayer.sandbox._keeper import Keeper
-from belayer.sandbox._timers import mend_timers
+from belayer.sandbox._mend import mend_files
 
 MINIMUM = (4, 2)
 KERNEL_FEATURES = Path("/dev/shm/criu.kdat")
@@ -110,7 +110,7 @@ async def dump(
         elif stage == b"post-dump":
             at = time.perf_counter()
             try:
-                mend_timers(images)
+                mend_files(images)
                 await while_frozen()
             except BaseException as error:
                 failure = error
@@ -146,51 +146,30 @@ async def restore(
     agent: Path,
     cgroups: list[Path],
     work: Path,
-    before_resume: Callable[[], None] = lambda: None,
+    close_agent: bool = False,
     timeout_s: float = 60.0,
 ) -> int:
     """Restore the images into `root` with a fresh network namespace; returns the pid of the container's init.
 
-    `before_resume` is called in a thread when everything is restored and no process runs yet; if it raises, the restore
-    fails with that. Raises `RestoreFailed` with CRIU's own reason.
+    `close_agent`: nothing inside can change its agent folder any more before the first process runs. The conversation
+    with CRIU is native/criu.c's, which a busy driver does not hold up. Raises `RestoreFailed` with CRIU's own reason.
     """
-    command = [str(keeper.program), "restore", "--root", str(root)]
+    command = [str(keeper.program), "restore", "--root", str(root), "--work", str(work)]
+    command += ["--request", _restore_request(images, root, agent).hex()]
+    if close_agent:
+        command += ["--close", str(agent)]
     for folder in cgroups:
         command += ["--cgroup", str(folder)]
-    failure: BaseException | None = None
-
-    async def notice(stage: bytes) -> bool:
-        nonlocal failure
-        if stage == b"pre-resume":
-            try:
-                await asyncio.to_thread(before_resume)
-            except Exception as error:
-                failure = error
-        return failure is None
-
-    work_fd = os.open(work, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)  # CRIU opens it by our /proc entry
+    command += ["--", str(find_criu()), "swrk", "11"]
     try:
-        answer, output = await _ask(
-            keeper,
-            [*command, "--", str(find_criu())],
-            (netns_fd,),
-            _restore_request(images, root, agent, work_fd),
-            notice,
-            timeout_s,
-        )
+        code, output = await keeper.run(command, fds=(netns_fd,), deadline_s=timeout_s)
     except TimeoutError:
         raise RestoreFailed(f"CRIU did not finish the restore within {timeout_s:.0f} s") from None
-    finally:
-        os.close(work_fd)
-    if failure is not None:
-        raise failure
-    if not answer.get(2):
-        raise RestoreFailed(f"CRIU cannot restore the images in {images}{_reason(work / 'restore.log', output)}")
-    inner = answer.get(4)
-    pid = decode(inner).get(1) if isinstance(inner, bytes) else None
-    if not isinstance(pid, int):
-        raise RestoreFailed(f"CRIU does not say what it restored from {images}")
-    return pid
+    found = re.search(r"^pid (\d+)$", output, re.MULTILINE)
+    if code or found is None:
+        why = f"{output}{_reason(work / 'restore.log')}" if output else _reason(work / "restore.log").removeprefix(": ")
+        raise RestoreFailed(f"CRIU cannot restore the images in {images}: {why[:800]}")
+    return int(found[1])
 
 
 async def _ask(
@@ -234,7 +213,7 @@ async def _ask(
     return answer, "" if isinstance(done, BaseException) else done[1]
 
 
-def _restore_request(images: Path, root: Path, agent: Path, work_fd: int) -> bytes:
+def _restore_request(images: Path, root: Path, agent: Path) -> bytes:
     options = b"".join(
         [
             _varint(1, -1),
@@ -244,7 +223,7 @@ def _restore_request(images: Path, root: Path, agent: Path, work_fd: int) -> byt
             _bytes(10, b"restore.log"),
             _varint(12, 1),  # notify_scripts
             _bytes(13, os.fsencode(root)),
-            _varint(17, work_fd),
+            _varint(17, 20),  # work_dir_fd: of native/criu.c
             _varint(24, 1),  # manage_cgroups …
             _bytes(27, _bytes(1, b"extnet") + _varint(2, 10)),  # inherit_fd: the fresh network namespace
             _varint(34, 0),  # … in mode IGNORE

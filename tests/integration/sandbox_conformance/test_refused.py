@@ -49,6 +49,11 @@ REFUSED = {
         " os.unlink('/tmp/gone')",
         "watches a deleted file",
     ),
+    "lock on a mapped file, as of sqlite in WAL mode": (
+        "import sqlite3; c = sqlite3.connect('/tmp/base'); c.execute('pragma journal_mode=wal');"
+        " c.execute('create table t(n)')",
+        "lock on a file that it has mapped",
+    ),
     "eventfd in semaphore mode": ("f = os.eventfd(3, os.EFD_SEMAPHORE)", "semaphore mode"),
 }
 # what a program asks for: the errno that it gets, so that it does without
@@ -77,7 +82,9 @@ def test_what_cannot_be_captured_is_refused(tmp_path):
             assert (await box.shell("kept=yes")).ok
             for name, (code, reason) in REFUSED.items():
                 await box.write("/tmp/program.py", (HEAD + code + TAIL).encode())
-                started = await box.exec("rm -f /tmp/ready; python3 /tmp/program.py >/tmp/said 2>&1 & echo $!")
+                started = await box.exec(
+                    "rm -f /tmp/ready; : >/tmp/said; python3 /tmp/program.py >/tmp/said 2>&1 & echo $!"
+                )
 
                 async def ready() -> bool:
                     return await box.exists("/tmp/ready")
