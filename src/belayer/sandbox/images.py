@@ -26,10 +26,10 @@ from belayer.sandbox._layers import delete_entry, exists_in
 from belayer.sandbox._oci import ImageConfig
 from belayer.sandbox.store import Store, remove_tree, storage_errors
 
-RECIPE = 5  # raise it when what `build_base` makes changes
+RECIPE = 6  # raise it when what `build_base` makes changes
 BASE_PACKAGES = (
     "bash", "dash", "coreutils", "findutils", "grep", "sed", "mawk", "diffutils", "procps", "util-linux", "hostname",
-    "tar", "gzip", "python3", "git",
+    "tar", "gzip", "python3", "python3-pip", "git", "tmux", "vim-tiny", "libc-bin", "ncurses-base",
 )  # fmt: skip
 _FRESH = ".new-"
 _NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
@@ -124,6 +124,8 @@ def build_base(store: Store, name: str = "base", progress: Callable[[str], None]
         for folder in ("usr/share/man", "usr/share/doc", "usr/share/locale", "var/lib/apt", "var/cache/apt"):
             shutil.rmtree(root / folder, ignore_errors=True)
         _configure_unpacked(root)
+        progress(f"image {name}: compiling Python's library")
+        _compile_python(root)
     info = read_info(store, name)
     assert info is not None
     return info
@@ -287,6 +289,18 @@ def _configure_unpacked(root: Path) -> None:
         link = root / "usr" / "bin" / name
         if not link.exists() and not link.is_symlink():
             link.symlink_to(target)
+
+
+def _compile_python(root: Path) -> None:
+    """Byte code for Python's own library, as its package's script would make it (4 s).
+
+    Without it every process in every sandbox compiles what it imports: 1.1 s instead of 0.15 s for asyncio and sqlite3.
+    """
+    folders = [f"/usr/lib/{path.name}" for path in sorted((root / "usr" / "lib").glob("python3*")) if path.is_dir()]
+    command = ["chroot", str(root), "/usr/bin/python3", "-m", "compileall", "-q", *folders]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    if done.returncode:
+        raise ImageError(f"Python in the image does not compile its library:\n{(done.stdout + done.stderr)[-800:]}")
 
 
 def _debian_archive() -> tuple[str, str]:
