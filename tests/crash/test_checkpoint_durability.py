@@ -124,7 +124,7 @@ def test_a_reboot_costs_only_what_was_not_written(tmp_path, image, monkeypatch):
     async def after(first: Manifest, third: Manifest) -> None:
         seen.clear()
         async with durable(folder, seen, image=image) as manager:
-            lost = [text for text in faults(seen) if "was lost" in text]
+            lost = [text for text in faults(seen) if "is lost" in text and "restarted" in text]
             assert len(lost) == 2 and third.id in lost[1], seen
             newest = manager.newest("s")
             assert newest is not None and newest.id == first.id and newest.durability == "host"

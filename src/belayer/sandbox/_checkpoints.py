@@ -73,7 +73,9 @@ class Checkpoints:
             self._sequence = max(self._sequence, manifest.sequence)
             if manifest.images and data.images(manifest.id) is None:
                 self._orphans.append(manifest)
-                how = f"checkpoint {manifest.id} was lost: its images were in memory only, and the host was restarted"
+                how = f"checkpoint {manifest.id} is lost: its process images are neither in memory nor on disk"
+                if manifest.durability == "process":
+                    how += "; the host was restarted before they were written there"
                 self._emit(manifest, events.FAULT_DETECTED, fault="checkpoint", how=how, checkpoint=manifest.id)
             else:
                 self._known.setdefault(manifest.sandbox, []).append(manifest)
