@@ -5,6 +5,9 @@
  *
  *     gate HOST_SOCKET CRIU swrk FD        any other command of CRIU is only passed on
  *
+ * It also takes the freezer cgroup out of the request: with it CRIU waits for ever for processes that are stopped (a job
+ * after Ctrl-Z). Without it CRIU stops all processes by ptrace.
+ *
  * At each stop one byte goes to HOST_SOCKET: 'f' frozen, 'd' dumped. The answer 'k' lets the dump go on, anything else
  * lets it fail.
  * Messages of the RPC: images/rpc.proto of CRIU. */
@@ -117,6 +120,69 @@ static char stop_of(const struct packet *p) { /* 0: none */
     return memmem(p->data, p->size, "post-dump", 9) ? 'd' : 0;
 }
 
+/* -- the request, as much of protobuf as it takes ------------------------------------------------------------------ */
+struct field {
+    uint64_t number, kind;
+    const unsigned char *start, *body, *end; /* body: of kind 2, the bytes inside */
+};
+
+static const unsigned char *get_number(const unsigned char *p, const unsigned char *end, uint64_t *value) {
+    *value = 0;
+    for (int shift = 0; p && p < end && shift < 64; shift += 7) {
+        *value |= (uint64_t)(*p & 127) << shift;
+        if (!(*p++ & 128)) return p;
+    }
+    return NULL;
+}
+
+static bool next_field(const unsigned char **at, const unsigned char *end, struct field *f) { /* false: end, or no field */
+    uint64_t key, length = 0;
+    f->start = *at;
+    const unsigned char *p = *at < end ? get_number(*at, end, &key) : NULL;
+    if (!p) return false;
+    f->number = key >> 3;
+    f->kind = key & 7;
+    f->body = p;
+    if (f->kind == 0) p = get_number(p, end, &length);
+    else if (f->kind == 2 && (p = get_number(p, end, &length))) f->body = p;
+    else if (f->kind != 2) length = f->kind == 1 ? 8 : 4;
+    if (p && f->kind) p = length <= (uint64_t)(end - p) ? p + length : NULL;
+    f->end = *at = p;
+    return p != NULL;
+}
+
+static void put_number(struct buf *b, uint64_t value) {
+    for (; value > 127; value >>= 7) buf_add(b, (char[]){(char)(value | 128)}, 1);
+    buf_add(b, (char[]){(char)value}, 1);
+}
+
+static void without_freezer(struct packet *p) {
+    enum { OPTIONS = 2, FREEZE_CGROUP = 44 };
+    const unsigned char *at = (unsigned char *)p->data, *end = at + p->size;
+    struct buf out = {0}, inner = {0};
+    struct field f, option;
+    while (next_field(&at, end, &f)) {
+        if (f.number != OPTIONS || f.kind != 2) {
+            buf_add(&out, f.start, f.end - f.start);
+            continue;
+        }
+        const unsigned char *in = f.body;
+        while (next_field(&in, f.end, &option))
+            if (option.number != FREEZE_CGROUP) buf_add(&inner, option.start, option.end - option.start);
+        if (in != f.end) goto done; /* not what we think it is: leave it alone */
+        put_number(&out, OPTIONS << 3 | 2);
+        put_number(&out, buf_len(&inner));
+        buf_add(&out, buf_head(&inner), buf_len(&inner));
+    }
+    if (at == end) {
+        memcpy(p->data, buf_head(&out), buf_len(&out)); /* never longer than it was */
+        p->size = buf_len(&out);
+    }
+done:
+    buf_free(&out);
+    buf_free(&inner);
+}
+
 int gate_main(int argc, char **argv) {
     if (argc < 3) {
         fprintf(stderr, "gate HOST_SOCKET CRIU ...\n");
@@ -155,7 +221,11 @@ int gate_main(int argc, char **argv) {
                 open = pass_on(caller, &p);
             }
         }
-        if (open && ends[0].revents) open = receive(caller, &p) && pass_on(criu, &p);
+        if (open && ends[0].revents) {
+            open = receive(caller, &p);
+            if (open) without_freezer(&p);
+            open = open && pass_on(criu, &p);
+        }
     }
     close(criu);
     int status;

@@ -24,6 +24,7 @@ from belayer.ownership import RunLabel, labels
 from belayer.ownership.reap import CGROUP_ROOT, NETNS_DIR
 from belayer.sandbox import _cgroup, _loop, criu
 from belayer.sandbox._keeper import Keeper
+from belayer.sandbox._mend import mend_files
 from belayer.sandbox._place import Place
 from belayer.sandbox._runtime import CREATE_TIMEOUT_S, HOSTNAME, refuse_what_would_be_lost
 from belayer.sandbox._session import Session
@@ -73,6 +74,7 @@ class PodmanRuntime:
         link(bundle / "checkpoint", images)
 
         async def freeze() -> None:
+            mend_files(images)
             await while_frozen()
             keep_files(bundle, images)
 
