@@ -168,7 +168,8 @@ def test_full_checkpoints_on_the_overlay_store(tmp_path):
             kill_init(box)
             for _ in range(2):  # twice from the same one, then on from there
                 box = await manager.restore("s", manifest.id)
-                assert box.restored is not None and box.restored.complete
+                assert box.restored is not None and box.restored.level == "full" and not box.restored.complete
+                assert ["inode numbers" in line for line in box.restored.lost] == [True]
                 await kept.copy().check(box)
             assert await run(box, "test ! -e /usr/bin/tar && ls /usr/lib/git-core-2 | wc -l && stat -c %h /etc/passwd")
             assert await box.healthy() is None

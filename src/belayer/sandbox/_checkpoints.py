@@ -213,7 +213,7 @@ class Checkpoints:
                     context_hash=context_hash,
                     level=level,
                     reason=reason,
-                    lost=list(lost),
+                    lost=[*lost, *self.data.store.trees.loses],
                     image=sandbox.image.name,
                     image_digest=sandbox.image.digest,
                     hostname=sandbox.hostname,

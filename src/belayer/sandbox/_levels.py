@@ -21,7 +21,8 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
 
     `level` is that of the checkpoint, `reason` why it was not `full` (empty for `full`), `lost` what was there when it
     was taken and is not there now. Only `full` brings processes back; the other two are file systems that a new
-    container was started on.
+    container was started on. On an overlay store inode numbers change, also at `full`: a program that remembers them
+    notices (SQLite will not write to a database that was open, until it opens it again).
     """
 
     checkpoint: str
@@ -32,7 +33,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complete(self) -> bool:
         """Did everything come back?"""
-        return self.level == "full"
+        return self.level == "full" and not self.lost
 
 
 def restored_from(manifest: Manifest) -> Restored:

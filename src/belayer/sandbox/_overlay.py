@@ -47,6 +47,7 @@ class OverlayTrees:
 
     kind: StoreKind = "overlay"
     instant = False
+    loses: tuple[str, ...] = ("the inode numbers of files that are not the image's",)
 
     def __init__(self, store: Path) -> None:
         self._store = store

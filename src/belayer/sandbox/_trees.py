@@ -38,6 +38,8 @@ class Trees(Protocol):
     kind: StoreKind
     instant: bool
     """A snapshot is of one instant even while programs run. If not, they have to be frozen for it."""
+    loses: tuple[str, ...]
+    """What a root made of a snapshot does not have in common with the original, in words."""
 
     def make_image(self, path: Path) -> Path:
         """An empty tree to be filled, which will be known as `path`; returns the folder to fill."""
@@ -93,6 +95,7 @@ class BtrfsTrees:
 
     kind: StoreKind = "btrfs"
     instant = True
+    loses: tuple[str, ...] = ()
 
     def __init__(self, store: Path) -> None:
         self._store = store

@@ -35,7 +35,7 @@ def verdict(found: list[Capability]) -> Capability:
     if level != "full":
         detail += f"; processes do not come back, since {have[CRIU].detail}"
     if kind != "btrfs":
-        detail += f"; snapshots cost what was changed, since {have[BTRFS].detail}"
+        detail += f"; snapshots cost what was changed and inode numbers change, since {have[BTRFS].detail}"
     how = f'{have[CRIU].how_to_get}; until then set sandbox.allow_level = "{level}"' if level != "full" else ""
     return Capability(LEVEL, True, detail, how, required=True)
 
