@@ -22,6 +22,7 @@ FILES = (
     "seccomp.c",
     "devices.c",
     "launch.c",
+    "criu.c",
     "keeper.c",
     "init.c",
     "request.c",

@@ -31,10 +31,7 @@ MINIMUM = (4, 2)
 KERNEL_FEATURES = Path("/dev/shm/criu.kdat")
 GHOST_LIMIT = 512 << 20  # deleted files that are still open are stored up to this size
 # files below /proc that native/launch.c covers with an empty file, as far as the kernel has them
-MASKED = tuple(
-    f"/proc/{name}"
-    for name in ("keys", "timer_list", "sched_debug", "latency_stats", "kpagecount", "kpageflags", "vmallocinfo")
-)
+MASKED = tuple(f"/proc/{name}" for name in ("keys", "timer_list", "sched_debug", "latency_stats"))
 _NETWORK_LOCK_SKIP = 3
 _DUMP, _RESTORE, _NOTIFY = 1, 2, 6
 

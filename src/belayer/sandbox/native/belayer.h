@@ -25,8 +25,7 @@
 /* covered by an empty file; criu.py names the same ones to CRIU as external mounts. Each costs half a millisecond of every
  * dump and restore, so the list holds what uid 0 may read without any capability and what tells of the host */
 #define MASKED_PATHS \
-    "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats", "/proc/kpagecount", \
-    "/proc/kpageflags", "/proc/vmallocinfo"
+    "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats"
 #define PASSED_FD 10 /* first descriptor number of those passed to a helper */
 
 /* roles */
@@ -57,6 +56,9 @@ int kill_children(int rounds_ms);
 
 /* seccomp.c */
 int install_seccomp(void);
+
+/* criu.c */
+int restore_by_criu(char **command, const char *request, const char *work, const char *folder);
 
 /* devices.c */
 int limit_devices(const char *cgroup);

@@ -38,7 +38,7 @@ static void die(const char *format, ...) {
 }
 
 struct options {
-    const char *root, *agent, *hostname;
+    const char *root, *agent, *hostname, *request, *work, *closed;
     char **cgroups, **env; /* env: of the init, where shell.c finds what the image sets */
     int n_cgroups, n_env;
     char **rest;
@@ -57,6 +57,9 @@ static void parse(int argc, char **argv, struct options *o) {
         if (!strcmp(argv[i], "--root")) o->root = argv[++i];
         else if (!strcmp(argv[i], "--agent")) o->agent = argv[++i];
         else if (!strcmp(argv[i], "--hostname")) o->hostname = argv[++i];
+        else if (!strcmp(argv[i], "--request")) o->request = argv[++i];
+        else if (!strcmp(argv[i], "--work")) o->work = argv[++i];
+        else if (!strcmp(argv[i], "--close")) o->closed = argv[++i];
         else if (!strcmp(argv[i], "--env")) o->env[o->n_env++] = argv[++i];
         else if (!strcmp(argv[i], "--cgroup")) o->cgroups[o->n_cgroups++] = argv[++i];
         else break;
@@ -205,12 +208,12 @@ int create_main(int argc, char **argv) {
 int restore_main(int argc, char **argv) {
     struct options o;
     parse(argc, argv, &o);
-    if (!o.root || !o.rest || !o.rest[0]) {
-        fprintf(stderr, "restore (network namespace: descriptor 10, for CRIU) --root DIR [--cgroup DIR]... -- criu restore ...");
+    if (!o.root || !o.request || !o.work || !o.rest || !o.rest[0]) {
+        fprintf(stderr, "restore (network namespace: descriptor 10, for CRIU) --root DIR --request HEX --work DIR "
+                        "[--close DIR] [--cgroup DIR]... -- criu swrk 11");
         return 64;
     }
     join_cgroups(&o); /* restored processes start in the cgroups of CRIU */
     private_mounts(o.root);
-    execv(o.rest[0], o.rest);
-    die("cannot run %s", o.rest[0]);
+    return restore_by_criu(o.rest, o.request, o.work, o.closed ? o.closed : "");
 }
