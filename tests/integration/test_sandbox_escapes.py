@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import needs_sandboxes
 from tests.sandbox_kit import eventually, run, sandboxes, shell
 
-from belayer.errors import CheckpointRefused
+from belayer.errors import CheckpointRefused, RestoreFailed
 from belayer.ownership import RunLabel
 from belayer.sandbox import Sandbox, Sandboxes, _cgroup
 from belayer.sandbox.criu import MASKED
@@ -295,6 +295,33 @@ def test_nobody_answers_in_the_place_of_the_init(tmp_path):
                 assert {entry.name for entry in os.scandir(box.place.agent)} == {"init", "mask", "agent.sock"}
                 await asyncio.sleep(0.05)
                 assert not await box.exists("/tmp/taken")
+
+    asyncio.run(body())
+
+
+def test_a_folder_that_was_tampered_with_ends_the_restore(tmp_path, monkeypatch):
+    async def body() -> None:
+        async with sandboxes(tmp_path / "c") as manager:
+            box = await manager.create("s")
+            await shell(box, "(while :; do echo awake > /tmp/awake; sleep 0.01; done) & rm -f /tmp/awake")
+            manifest = await box.checkpoint(action=1)
+            prepare = manager._places.prepare
+            roots: list[Path] = []
+
+            def tampering(*args, **kwargs):
+                place = prepare(*args, **kwargs)
+                (place.agent / "planted").write_text("x")
+                (place.root / "tmp/awake").unlink(missing_ok=True)
+                roots.append(place.root)
+                return place
+
+            monkeypatch.setattr(manager._places, "prepare", tampering)
+            with pytest.raises(RestoreFailed, match="tampered with the folder"):
+                await manager.restore("s", manifest.id)
+            monkeypatch.undo()
+            back = await manager.restore("s", manifest.id)
+            assert (await back.exec("echo fine")).stdout == b"fine\n"
+            assert len(roots) == 1 and not roots[0].exists()
 
     asyncio.run(body())
 
