@@ -13,7 +13,7 @@ from .table import INSIDE, entry
 
 STAGES = ("restored", "restored twice", "forked")
 HOME = "/opt/conformance"
-BIG_MB = os.environ.get("CONFORMANCE_BIG_MB", "256")  # memory of the big process
+BIG_MB = os.environ.get("CONFORMANCE_BIG_MB", "128")  # memory of the big process
 SHARE = 24  # resources in one sandbox, at most
 
 Verdict = str | None  # None: as it was; else what is wrong. "skipped: …" where the image or the runtime lacks something

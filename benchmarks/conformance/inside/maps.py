@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import sqlite3
 from typing import Any
 
 from .kit import Resource, call, content, digest, fork, in_child, require, resource
@@ -167,6 +166,9 @@ class Sqlite(Resource):
     """In the middle of a write transaction that has begun to change the file. WAL mode is refused: test_refused.py."""
 
     def setup(self) -> None:
+        import sqlite3
+
+        self.sqlite3 = sqlite3
         self.writer = self._open()
         self.writer.execute("pragma cache_size=5")  # so that the transaction spills into the file
         self.writer.execute("create table t (n integer)")
@@ -175,14 +177,14 @@ class Sqlite(Resource):
         self.writer.execute("commit")
         self._begin()
 
-    def _open(self) -> sqlite3.Connection:
-        return sqlite3.connect("base.sqlite", isolation_level=None, timeout=0.1)
+    def _open(self) -> Any:
+        return self.sqlite3.connect("base.sqlite", isolation_level=None, timeout=0.1)
 
     def _begin(self) -> None:
         self.writer.execute("begin exclusive")
         self.writer.executemany("insert into t values (?)", [(n,) for n in range(5000)])
 
-    def _sum(self, connection: sqlite3.Connection) -> list[int]:
+    def _sum(self, connection: Any) -> list[int]:
         return list(connection.execute("select count(*), sum(n) from t").fetchone())
 
     def _outsider(self) -> str:
@@ -191,7 +193,7 @@ class Sqlite(Resource):
             count = self._sum(other)
             other.execute("begin immediate")
             return f"{count}, and it may write"
-        except sqlite3.OperationalError as error:
+        except self.sqlite3.OperationalError as error:
             return str(error)
 
     def probe(self) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
-import multiprocessing
 import os
 import queue
 import signal
@@ -12,7 +10,6 @@ import socket
 import threading
 import time
 import zlib
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 from .kit import Resource, digest, fork, require, resource, rest, wait_until
@@ -104,23 +101,26 @@ class AsyncioServer(Resource):
     """A server with one client that stays connected and others that come and go."""
 
     def setup(self) -> None:
+        import asyncio  # here, and not above: every holder is dumped with all that it has imported
+
+        self.asyncio = asyncio
         self.count = 0
         self.port = 0
-        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+        threading.Thread(target=lambda: self.asyncio.run(self._serve()), daemon=True).start()
         wait_until("the server listens", lambda: self.port)
         self.client = socket.create_connection(("127.0.0.1", self.port), 10)
         self._say(self.client, b"count\n")
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
+        server = await self.asyncio.start_server(self._talk, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self.ticks = 0
         async with server:
             while True:
-                await asyncio.sleep(0.02)
+                await self.asyncio.sleep(0.02)
                 self.ticks += 1
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _talk(self, reader: Any, writer: Any) -> None:
         while line := await reader.readline():
             self.count += line == b"count\n"
             writer.write(b"%d\n" % self.count)
@@ -257,6 +257,9 @@ class Multiprocessing(Resource):
     """Workers with a lock, a queue with something in it, a shared value, and shared memory by name."""
 
     def setup(self) -> None:
+        import multiprocessing
+        from multiprocessing.shared_memory import SharedMemory
+
         context = multiprocessing.get_context("fork")
         self.lock, self.value = context.Lock(), context.Value("q", 0)
         self.orders, self.done = context.Queue(), context.Queue()

@@ -141,11 +141,13 @@ class TcpHalfClosed(Resource):
         self.client, self.served = pair(*V4)
         self.served.sendall(b"last words")
         self.served.shutdown(socket.SHUT_WR)
-        wait_until("the end is there", lambda: select.select([self.client], [], [], 1)[0])
+        wait_until("both ends know of it", lambda: self._states() == [8, 5])  # CLOSE_WAIT, FIN_WAIT2
+
+    def _states(self) -> list[int]:
+        return [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for s in (self.client, self.served)]
 
     def probe(self) -> Any:
-        state = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for s in (self.client, self.served)]
-        return [state, waiting(self.client.fileno())]
+        return [self._states(), waiting(self.client.fileno())]
 
     def use(self) -> None:
         require(receive(self.client, 10) == b"last words" and self.client.recv(1) == b"", "the end is not there")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import pty
 import select
 import signal
 import struct
-import subprocess
 import termios
 import time
 from typing import Any
@@ -21,6 +19,8 @@ class Screen:
     """A program on a terminal of its own, and what it has written there."""
 
     def __init__(self, argv: list[str], **env: str) -> None:
+        import pty
+
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.environ.update(TERM="xterm", **env)
@@ -179,6 +179,8 @@ class Tmux(Resource):
         self.screen.settle()
 
     def _tmux(self, *arguments: str) -> str:
+        import subprocess
+
         done = subprocess.run(["tmux", *arguments], capture_output=True, text=True, timeout=15, check=False)
         require(done.returncode == 0, f"tmux {arguments[0]}: {done.stderr}")
         return done.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import signal
-import subprocess
 from typing import Any
 
 from .kit import Resource, content, require, resource, wait_until
@@ -30,6 +29,8 @@ setup(name="slow", version="1.{turn}", py_modules=["slow_{turn}"])
 
 
 def git(*arguments: str) -> str:
+    import subprocess
+
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, env={**os.environ, **GIT}, check=False)
     require(done.returncode == 0, f"git {arguments}: {done.stderr}")
     return done.stdout
@@ -54,6 +55,8 @@ class GitCommit(Resource):
         return os.path.getsize("../in-hook") if os.path.exists("../in-hook") else 0
 
     def _commit(self) -> None:
+        import subprocess
+
         self.turn += 1
         for number in range(20):
             with open(f"file-{number}", "w") as file:
@@ -92,6 +95,8 @@ class PipInstall(Resource):
         self._install()
 
     def _install(self) -> None:
+        import subprocess
+
         self.turn += 1
         os.makedirs("source", exist_ok=True)
         with open("source/setup.py", "w") as file:
@@ -121,6 +126,8 @@ class PipInstall(Resource):
         return [self.running.returncode, os.path.getsize("building"), sorted(glob.glob("installed-*"))]
 
     def use(self) -> None:
+        import subprocess
+
         if self.running.returncode is not None:
             return  # two builds are enough: each takes seconds
         open("go-on", "w").close()
@@ -144,12 +151,16 @@ class Pipeline(Resource):
     """A shell's pipeline that has done a part of its work, and must do exactly the rest."""
 
     def setup(self) -> None:
+        import subprocess
+
         with open("input", "wb") as file:
             file.write(os.urandom(1 << 20))
         self.wanted = subprocess.run(["sha256sum", "input"], capture_output=True, check=True).stdout.split()[0].decode()
         self._start()
 
     def _start(self) -> None:
+        import subprocess
+
         slowly = "while read -r line; do echo $line; done"
         code = (
             "import sys,time\nd=open('input','rb').read()\n"

@@ -298,7 +298,8 @@ def _compile_python(root: Path) -> None:
     """
     folders = [f"/usr/lib/{path.name}" for path in sorted((root / "usr" / "lib").glob("python3*")) if path.is_dir()]
     command = ["chroot", str(root), "/usr/bin/python3", "-m", "compileall", "-q", *folders]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+    path = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=path)
     if done.returncode:
         raise ImageError(f"Python in the image does not compile its library:\n{(done.stdout + done.stderr)[-800:]}")
 
