@@ -21,7 +21,6 @@ from pathlib import Path
 from belayer.errors import BelayerError, SandboxLost
 from belayer.ownership import cache_dir, labels
 from belayer.sandbox import ExecResult, Sandboxes, _loop, images
-from belayer.sandbox._native import native_program
 from belayer.sandbox._session import DEFAULT_ENV, Session
 from belayer.sandbox.podman import Podman
 from belayer.sandbox.store import Store
@@ -112,7 +111,7 @@ class PlainPodman:
         name = f"{self._label.name}-{self._count}"
         agent = self._agents / str(self._count)
         agent.mkdir()
-        shutil.copy(native_program(), agent / "init")
+        shutil.copy(self._manager.keeper.program, agent / "init")
         return name, agent
 
     async def _run(self, *arguments: str) -> str:
