@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import needs_sandboxes
-from tests.sandbox_kit import kill_init, labelled, run, sandboxes, shell
+from tests.sandbox_kit import eventually, kill_init, labelled, run, sandboxes, shell
 
 from belayer.config import SandboxConfig
 from belayer.errors import StorageFull
@@ -117,7 +117,8 @@ def test_the_probe_leaves_nothing_and_disturbs_nobody(tmp_path):
             assert {"disk room", "root", f"sandbox image {SandboxConfig().image}"} <= set(found)
             assert "memory intact" in found["checkpoint and restore (CRIU)"].detail
             assert await shell(box, "echo $x; jobs -r | wc -l") == "1\n1\n"
-            assert {str(thing) for thing in labelled(manager.label.name)} == before
+            # a command's last process may take a moment to go
+            await eventually("as before", lambda: {str(thing) for thing in labelled(manager.label.name)} == before)
             new = [thing for thing in everything_labelled() if thing.label not in others]
             assert not [thing for thing in new if json_info(thing.label) == "belayer doctor"], new
 
@@ -152,6 +153,10 @@ def test_the_probe_says_what_is_missing(tmp_path):
     assert not (tmp_path / "store").exists(), "looking made a store"
     criu = found["checkpoint and restore (CRIU)"]
     assert criu["ok"] or ("CRIU" in criu["detail"] and "install_criu" in criu["how_to_get"])
+    assert found["sandbox store (overlay)"]["ok"]
+    level = found["checkpoint level"]
+    assert level["ok"] and level["detail"].startswith("full" if criu["ok"] else "fs+shell, on a store of btrfs")
+    assert criu["ok"] or ('allow_level = "fs+shell"' in level["how_to_get"] and "no CRIU 4.2" in level["detail"])
 
 
 def test_checkpoints_move_to_disk_at_close_and_come_back(tmp_path):
