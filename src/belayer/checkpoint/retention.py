@@ -1,8 +1,8 @@
 """Which checkpoints of a run are still needed. Pure logic: it is told what exists, and says what may go.
 
-Every checkpoint can be restored on its own: none needs its ancestors. An older one is kept for these reasons only: it is
-among the newest few of its sandbox, it is the newest that survives a reboot, or it is pinned (something is being restored
-or exported from it, or it is all that a running fork could be restored from).
+Every checkpoint can be restored on its own: none needs its ancestors. An older one is kept for these reasons only: it
+is among the newest few of its sandbox, it is the newest that survives a reboot, or it is pinned (something is being
+restored or exported from it, or it is all that a running fork could be restored from).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def garbage(
     """What to delete, oldest first.
 
     `checkpoints`: per sandbox, oldest first; `keep`: newest ones kept of each; `pinned`: ids; `running`: names of
-    sandboxes that run. While the rest has more than `budget` bytes of process images, more go: first all that are not the
-    newest of their sandbox, then those of sandboxes that do not run. The newest one of a running sandbox stays.
+    sandboxes that run. While the rest has more than `budget` bytes of process images, more go: first all that are not
+    the newest of their sandbox, then those of sandboxes that do not run. The newest one of a running sandbox stays.
     """
     kept: set[str] = set(pinned)
     last: dict[str, str] = {}
