@@ -18,7 +18,7 @@ from pathlib import Path
 
 from belayer.errors import BelayerError, SandboxUnavailable
 from belayer.ownership import RunLabel, cache_dir
-from belayer.sandbox import _btrfs, _cgroup, _loop, criu, images
+from belayer.sandbox import _btrfs, _cgroup, _loop, criu, images, podman
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
 from belayer.sandbox._netns import fresh_netns
@@ -46,13 +46,13 @@ def probe() -> list[Capability]:
         why = "not tried: needs root"
         names = (*CONTAINER, _image_name(), CRIU, BTRFS, OVERLAY)
         untried = [Capability(name, False, why, "run as root", name not in (CRIU, BTRFS, OVERLAY)) for name in names]
-        found = [root, _cgroups(None), *untried, _disk()]
+        found = [root, _cgroups(None), *untried, _podman(), _disk()]
     else:
         with RunLabel.new("belayer doctor") as label:
             container = _in_thread(lambda: asyncio.run(_try_container(label)))
             btrfs, overlay = _btrfs_store(label), _overlay_store()
         criu.forget_kernel_features()
-        found = [root, *container, btrfs, overlay, _image(), _disk()]
+        found = [root, *container, btrfs, overlay, _image(), _podman(), _disk()]
     return [*found, verdict(found)]
 
 
@@ -346,6 +346,13 @@ def _image() -> Capability:
         return Capability(_image_name(), True, detail, SETUP, required=True)
     finally:
         store.close()
+
+
+def _podman() -> Capability:
+    reason = podman.missing()
+    return Capability(
+        "podman runtime (optional)", reason is None, reason or "podman, runc and conmon", "make setup-podman"
+    )
 
 
 def _disk() -> Capability:

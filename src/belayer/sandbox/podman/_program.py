@@ -51,7 +51,7 @@ def missing() -> str | None:
     """Why podman cannot be used here, or None."""
     for name in _PROGRAMS:
         if _find(name) is None:
-            return f"{name} is not installed (`make setup-podman` installs it)"
+            return f"{name} is not installed"
     try:
         criu.find_criu()
     except SandboxUnavailable as error:
