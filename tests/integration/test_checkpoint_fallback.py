@@ -116,3 +116,34 @@ def test_a_damaged_checkpoint_makes_way_for_the_next_older_one(tmp_path):
 
     with tiny_image(tmp_path) as image:
         asyncio.run(body(image))
+
+
+def test_a_rollout_goes_on_without_processes_where_the_run_accepts_that(tmp_path):
+    seen: list[Event] = []
+
+    async def body(image: str) -> None:
+        folder = tmp_path / "checkpoints"
+        async with sandboxes(folder, events=seen.append, image=image, allow_level="fs+shell") as manager:
+            manager.levels.best, manager.levels.why = "fs+shell", "this host has no CRIU"
+            rollout = Rollout(tmp_path / "journal", manager)
+            try:
+                for number in range(1, 4):
+                    assert await rollout.act("n=$((n+1)); echo $n >> /log; echo $n") == f"{number}\n"
+                    await rollout.keeper._checkpoint.settle()
+                assert rollout.refusals() == []
+                sandbox = rollout.keeper.sandbox
+                assert sandbox is not None
+                kill_init(sandbox)
+                assert await rollout.act("n=$((n+1)); echo $n >> /log; cat /log") == "1\n2\n3\n4\n"
+                restored = rollout.last_restore()
+                assert (restored.checkpoint, restored.replayed) == (rollout.ids()[2], 0)
+                recovered = [event.data["how"] for event in rollout.seen if event.kind == events.RECOVERED]
+                assert recovered == ["fs+shell restore"], "it must not be called a full one"
+            finally:
+                await rollout.keeper.close(keep_checkpoints=False)
+                rollout.journal.close()
+
+    with tiny_image(tmp_path) as image:
+        asyncio.run(body(image))
+    told = [event.data for event in seen if event.kind == events.RESTORE_LEVEL]
+    assert [(data["level"], data["reason"]) for data in told] == [("fs+shell", "this host has no CRIU")]
