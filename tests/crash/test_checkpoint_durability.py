@@ -548,7 +548,10 @@ async def footprint(manager: Sandboxes) -> dict[str, int]:
         "snapshots": len([path for path in data.snapshots.iterdir() if path.is_dir()]),
         "roots": len([path for path in (manager.store.root / "runs" / manager.label.name).iterdir() if path.is_dir()]),
         "runtime folders": len(list(manager.label.dir.iterdir())),
-        "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "mounts": sum(
+            manager.label.name in line or "criu" in line
+            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        ),
         "open files": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
         "resident": int(status) << 10,
