@@ -189,7 +189,7 @@ class Writer:
 
 def sync_snapshot(path: Path) -> None:
     """Return when the file-system snapshot at `path` survives a reboot. Blocking."""
-    if _btrfs.is_btrfs(path):
+    if _btrfs.is_btrfs(path) and path.stat().st_ino == _btrfs.SUBVOLUME_INODE:
         _btrfs.wait_committed(path)
     else:
         _btrfs.sync(path)
