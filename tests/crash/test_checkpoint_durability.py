@@ -171,6 +171,7 @@ def test_without_durability_nothing_is_written(tmp_path, image):
             await asyncio.sleep(0.3)
             assert manager.newest("s") == manifest and manifest.durability == "process"
             assert not (tmp_path / "checkpoints" / "images").exists()
+            await manager.discard("s")
             assert not [thread for thread in threading.enumerate() if thread.name == "belayer-write"]
 
     asyncio.run(body())
@@ -272,6 +273,7 @@ def test_a_flipped_byte_anywhere_is_refused(tmp_path, image):
             assert await shell(box, "echo $x; jobs -r") != "kept\n", "a refused restore touched the running sandbox"
             box = await manager.restore("s", manifest.id)
             assert await shell(box, "echo $x") == "kept\n"
+            await manager.discard("s")
 
     async def snapshot_changed(manager: Sandboxes, manifest: Manifest) -> None:
         data = manager.checkpoints.data
@@ -476,6 +478,8 @@ def test_forks_keep_what_they_came_from(tmp_path, image):
             await manager.discard(forks[0].name)
             assert len(manager.checkpoints.data.manifests()) == 2
         assert [read_manifest(path).sandbox for path in (tmp_path / "checkpoints").glob("*.json")] == [forks[1].name]
+        async with sandboxes(tmp_path / "checkpoints", image=image) as manager:
+            await manager.discard(forks[1].name)
 
     asyncio.run(body())
 
@@ -497,6 +501,8 @@ def test_a_budget_for_all_checkpoints_of_a_run(tmp_path, image):
             kept = {name: [m.action for m in manager.manifests(name)] for name in ("a", "b", "c")}
             assert kept == {"a": [3], "b": [], "c": [2]}, "what runs, and then the newest, is kept"
             await eventually("the rest is deleted", lambda: len(manager.checkpoints.data.manifests()) == 2)
+            for name in "abc":
+                await manager.discard(name)
 
     asyncio.run(body())
 
@@ -529,6 +535,7 @@ def test_a_hundred_generations(tmp_path, image):
                 slack = {"memory": 2 << 20, "open files": 3, "threads": 4, "resident": 24 << 20}.get(name, 2)
                 assert value <= after_warm_up[name] + slack, (name, after_warm_up, now)
             assert len(manager.manifests("s")) <= 3
+            await manager.discard("s")
 
     asyncio.run(body())
 
