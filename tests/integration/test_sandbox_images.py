@@ -79,10 +79,11 @@ def store() -> Iterator[Store]:
     before = set(images.names(opened))
     try:
         yield opened
-        assert not list(opened.images.glob(".new-*")), "an unfinished import was left behind"
+        assert not images.sweep(opened), "an unfinished import was left behind"
     finally:
         for name in set(images.names(opened)) - before:
-            images.remove(opened, name)
+            if name.startswith("t-"):  # others may import too
+                images.remove(opened, name)
         opened.close()
 
 
@@ -136,10 +137,9 @@ def test_every_form_of_an_image_is_the_same_image(tmp_path, layers, store):
 
 def test_images_that_are_refused(tmp_path, layers, store):
     def refused(path: Path, match: str, **options) -> None:
-        before = {info.name for name in images.names(store) if (info := images.read_info(store, name))}
         with pytest.raises(ImageError, match=match):
             import_image(store, "t-bad", str(path), **options)
-        assert set(images.names(store)) == before
+        assert "t-bad" not in images.names(store)
 
     refused(tmp_path / "nothing", "there is no")
     refused(oci_layout(tmp_path / "arch", layers, architecture="mips"), "mips")
@@ -206,9 +206,9 @@ def test_a_killed_import_leaves_nothing(tmp_path, layers, store):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert "t-killed" not in images.names(store)
-    assert list(store.images.glob(".new-*")), "it was not killed in the middle"
-    assert images.sweep(store)
-    assert not list(store.images.glob(".new-*"))
+    swept = images.sweep(store)
+    assert swept, "it was not killed in the middle"
+    assert not [path for line in swept for path in store.images.glob(f"{line.split()[-1]}*")]
     assert import_image(store, "t-killed", str(layout)).files > 6000
 
 
