@@ -45,6 +45,7 @@ FAULTS = {  # and how often
 }
 NOT_KEPT = ("peer of a unix socket",)  # see docs/sandbox.md
 LIFE = 20  # rounds of one sandbox
+SHARE = 10  # resources in one sandbox
 LANES = 2  # sandboxes at once
 SAY_EVERY_S = 15.0
 REFUSALS = 5  # in a row: what is refused for a moment may be tried again
@@ -132,7 +133,8 @@ class Campaign:
     async def _lane(self, manager: Sandboxes, began: float) -> None:
         while self._goes_on():
             number, self._lives = self._lives, self._lives + 1
-            groups = arrange([name for name in names() if name not in NOT_KEPT and name not in self.saved.skipped])
+            members = [name for name in names() if name not in NOT_KEPT and name not in self.saved.skipped]
+            groups = arrange(members, SHARE)
             # every group has its turn, in another order for another seed
             order = random.Random(f"{self.saved.seed} {number // len(groups)}").sample(range(len(groups)), len(groups))
             life = _Life(manager, f"rounds-{number}", groups[order[number % len(groups)]])

@@ -20,14 +20,14 @@ Verdict = str | None  # None: as it was; else what is wrong. "skipped: …" wher
 Verdicts = dict[str, dict[str, Verdict]]  # by resource, by stage
 
 
-def arrange(wanted: list[str]) -> list[list[str]]:
-    """Which resources share a sandbox, so that they need not one each."""
+def arrange(wanted: list[str], share: int = SHARE) -> list[list[str]]:
+    """Which resources share a sandbox, so that they need not one each; at most `share` do."""
     by_group: dict[str, list[str]] = {}
     for name in wanted:
         by_group.setdefault(entry(name).group, []).append(name)
     groups = []
     for members in by_group.values():
-        parts = -(-len(members) // SHARE)
+        parts = -(-len(members) // share)
         groups += [members[part::parts] for part in range(parts)]
     return groups
 
