@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 import select
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from belayer.checkpoint.manifest import Level, Manifest
-from belayer.errors import SandboxError, SandboxLost, StaleSandbox
-from belayer.sandbox import _copying, _health, _identity
+from belayer.errors import SandboxLost, StaleSandbox
+from belayer.sandbox import _health, _identity
 from belayer.sandbox._attribution import Limits
-from belayer.sandbox._copying import Copied
+from belayer.sandbox._file_calls import GRACE_S, FileCalls
+from belayer.sandbox._gate import Gate
 from belayer.sandbox._levels import Restored
 from belayer.sandbox._place import Place
 from belayer.sandbox._session import DEFAULT_ENV, ExecResult, Fence, InitState, Session
@@ -27,15 +26,11 @@ from belayer.sandbox.images import Image
 if TYPE_CHECKING:
     from belayer.sandbox.manager import Sandboxes
 
-GRACE_S = 5.0  # silence past a command's own timeout after which the sandbox counts as lost
 HEALTH_TIMEOUT_S = 5.0
-FILE_TIMEOUT_S = 60.0
-COPY_TIMEOUT_S = 600.0
-FILE_LIMIT = 1 << 30
 _DEFAULTS = {f"?{name}": value for name, value in DEFAULT_ENV.items()}  # "?": unless the image sets it
 
 
-class Sandbox:
+class Sandbox(FileCalls):
     """A running container. Made by `Sandboxes.create` and `Sandboxes.restore`.
 
     A handle names one generation. After a restore, every call on an older handle raises `StaleSandbox`. Any call may
@@ -73,7 +68,7 @@ class Sandbox:
         self._ambiguous = False  # its death may have been the doing of what ran inside
         self._unheard = b""  # what background jobs said while the shell was asked for its state
         self._callbacks: list[Callable[[], None]] = []
-        self._gate = _Gate()
+        self._gate = Gate()
         self._shell_turn = asyncio.Lock()
         self._limits = Limits(place)
         self._watched = _health.folders_to_watch(image.path, image.digest)
@@ -154,117 +149,6 @@ class Sandbox:
                 fields = {name: getattr(result, name) for name in result.__struct_fields__}
                 result = ExecResult(**{**fields, "stdout": unheard + result.stdout})
             return self._limits.explain(result)
-
-    # -- files ---------------------------------------------------------------------------------------------------------
-    async def read(self, path: str) -> bytes:
-        """Content of a regular file. Raises the `OSError` that the container saw (`FileNotFoundError` …)."""
-        result = await self._file("read", path)
-        if result.truncated:
-            raise SandboxError(f"{path} in sandbox {self.name} is larger than {FILE_LIMIT >> 20} MB")
-        return result.stdout
-
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Write a file, making missing folders. Raises the `OSError` that the container saw."""
-        await self._file("write", path, f"{mode:o}", stdin=data)
-
-    async def exists(self, path: str) -> bool:
-        """Is there anything at `path`?"""
-        try:
-            await self._file("stat", path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
-
-    async def upload(self, host_path: str | Path, path: str, *, limit_bytes: int = FILE_LIMIT) -> Copied:
-        """Copy a file or a whole folder of the host to `path` in the sandbox, with permission bits.
-
-        Links are copied as links and none is followed, neither here nor there. Raises `SandboxError` when it is larger
-        than `limit_bytes`, and the `OSError` that the host or the container saw.
-        """
-        source = Path(host_path)
-        if source.is_dir():
-            return await self._take_in(lambda out: _copying.write_folder(source, out, limit_bytes), path)
-        if source.stat().st_size > limit_bytes:
-            raise SandboxError(f"{source} is larger than {limit_bytes >> 20} MB", next_step="allow more: limit_bytes")
-        data = await asyncio.to_thread(source.read_bytes)
-        await self.write(path, data, mode=source.stat().st_mode & 0o777)
-        return Copied(1, len(data))
-
-    async def upload_tar(self, archive: str | Path, path: str, *, limit_bytes: int = FILE_LIMIT) -> Copied:
-        """Unpack a tar archive of the host (plain, gzip, bzip2 or xz) into the folder `path` of the sandbox.
-
-        Raises `SandboxError` for an archive with paths that lead out of that folder, or larger than `limit_bytes`.
-        """
-
-        def write(out: BinaryIO) -> Copied:
-            with open(archive, "rb") as file:
-                return _copying.write_archive(file, out, limit_bytes)
-
-        return await self._take_in(write, path)
-
-    async def download(self, path: str, host_path: str | Path, *, limit_bytes: int = FILE_LIMIT) -> Copied:
-        """Copy a file or a whole folder of the sandbox to `host_path`, which appears when it is complete.
-
-        A folder goes to a path that does not exist yet or is an empty folder. Of links only those are made that stay
-        inside it. Raises the `OSError` that the container saw (EFBIG: larger than `limit_bytes`), or the host's.
-        """
-        with tempfile.TemporaryFile() as stream:
-            await self._bring_out(path, stream, limit_bytes)
-            return await asyncio.to_thread(_copying.read_into, stream, Path(host_path).absolute(), limit_bytes)
-
-    async def download_tar(self, path: str, host_file: str | Path, *, limit_bytes: int = FILE_LIMIT) -> Copied:
-        """Write a folder (or a file) of the sandbox as an uncompressed tar archive. Raises as `download`."""
-        with tempfile.TemporaryFile() as stream:
-            await self._bring_out(path, stream, limit_bytes)
-            with open(host_file, "wb") as out:
-                return await asyncio.to_thread(_copying.read_as_archive, stream, out, limit_bytes)
-
-    async def _take_in(self, write: Callable[[BinaryIO], Copied], path: str) -> Copied:
-        with tempfile.TemporaryFile() as stream:
-            copied = await asyncio.to_thread(write, stream)
-            stream.flush()
-            data = memoryview(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ))
-            await self._file("unpack", path, stdin=data, timeout_s=COPY_TIMEOUT_S)
-            return copied
-
-    async def _bring_out(self, path: str, stream: BinaryIO, limit: int) -> None:
-        room = limit + _copying.STREAM_OVERHEAD
-        counts = (str(limit), str(_copying.MOST_ENTRIES))
-        result = await self._file("pack", path, *counts, sink=stream.write, limit=room, timeout_s=COPY_TIMEOUT_S)
-        if result.truncated:
-            raise SandboxError(f"{path} in sandbox {self.name} is larger than {limit >> 20} MB")
-        stream.flush()
-        stream.seek(0)
-
-    async def _file(
-        self,
-        action: str,
-        path: str,
-        *more: str,
-        stdin: bytes | memoryview = b"",
-        sink: Callable[[bytes], object] | None = None,
-        limit: int = FILE_LIMIT,
-        timeout_s: float = FILE_TIMEOUT_S,
-    ) -> ExecResult:
-        if not path.startswith("/"):
-            path = f"/root/{path}"
-        async with self._in_use():
-            result = await self.session.exec(
-                [action, path, *more],
-                cwd="/",
-                env={},
-                timeout_s=timeout_s,
-                grace_s=GRACE_S,
-                limit=limit,
-                stdin=stdin,
-                builtin=True,
-                sink=sink,
-            )
-        if result.timed_out or result.signal or result.exit_code is None:
-            raise SandboxError(f"{action} {path} in sandbox {self.name} did not finish: {result.text or result.signal}")
-        if result.exit_code:
-            raise OSError(result.exit_code, os.strerror(result.exit_code), path)
-        return result
 
     # -- checkpoint and restore ----------------------------------------------------------------------------------------
     async def checkpoint(
@@ -433,31 +317,3 @@ class Sandbox:
         self._stop_watching()
         self.session.close()
         return self._place
-
-
-class _Gate:
-    """Many users, or one that has it alone; who wants it alone holds newcomers back."""
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._alone = asyncio.Lock()
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        async with self._alone:
-            self._users += 1
-            self._empty.clear()
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._empty.set()
-
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
-        async with self._alone:
-            await self._empty.wait()
-            yield
