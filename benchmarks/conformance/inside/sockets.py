@@ -135,30 +135,6 @@ class TcpEstablished6(TcpEstablished):
     where = V6
 
 
-@resource("TCP half closed")
-class TcpHalfClosed(Resource):
-    def setup(self) -> None:
-        self.client, self.served = pair(*V4)
-        self.served.sendall(b"last words")
-        self.served.shutdown(socket.SHUT_WR)
-        wait_until("both ends know of it", lambda: self._states() == [8, 5])  # CLOSE_WAIT, FIN_WAIT2
-
-    def _states(self) -> list[int]:
-        return [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for s in (self.client, self.served)]
-
-    def probe(self) -> Any:
-        return [self._states(), waiting(self.client.fileno())]
-
-    def use(self) -> None:
-        require(receive(self.client, 10) == b"last words" and self.client.recv(1) == b"", "the end is not there")
-        self.client.sendall(b"still open")
-        require(receive(self.served, 10) == b"still open", "the other direction")
-        self.client.close()
-        require(self.served.recv(1) == b"", "no end")
-        self.served.close()
-        self.setup()
-
-
 @resource("TCP between processes")
 class TcpBetween(Resource):
     """Each end in a process of its own, one of them waiting in recv()."""

@@ -135,12 +135,17 @@ class BashOnTerminal(Resource):
         self.screen = Screen(["bash", "--norc", "--noprofile", "-i"], PS1="$ ", HISTFILE="")
         self.screen.type("secret=$RANDOM$RANDOM; sleep 9999 & sleep 8888\n")
         self.screen.read_until("8888")
-        wait_until("the second runs", lambda: self._foreground() != self.screen.pid)
+        wait_until("the second runs", self._sleeps)
         self.screen.type("\x1a")
         self.screen.read_until("Stopped")
         self.screen.type("sleep 7777\n")
-        wait_until("the third runs", lambda: self._foreground() != self.screen.pid)
+        wait_until("the third runs", self._sleeps)
         self.screen.settle()
+
+    def _sleeps(self) -> bool:
+        """Has the job in the foreground become what it is to be?"""
+        job = self._foreground()
+        return job != self.screen.pid and content(f"/proc/{job}/comm") == "sleep\n"
 
     def _foreground(self) -> int:
         return struct.unpack("i", fcntl.ioctl(self.screen.fd, termios.TIOCGPGRP, bytes(4)))[0]
@@ -157,7 +162,7 @@ class BashOnTerminal(Resource):
         text = self.screen.read_until("donedone")
         require("Running" in text and "Stopped" in text, text)
         self.screen.type("sleep 7777\n")
-        wait_until("the third runs", lambda: self._foreground() != self.screen.pid)
+        wait_until("the third runs", self._sleeps)
         self.screen.settle()
 
 

@@ -13,12 +13,13 @@ import fcntl
 import os
 import struct
 import termios
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PIDFD_GETFD = 438
+_HALF_CLOSED = ("04", "05", "08", "09", "0B")  # FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT, LAST_ACK, CLOSING
 _INO_LOOKUP = 0xD0009412  # BTRFS_IOC_INO_LOOKUP
 
 
@@ -47,8 +48,12 @@ def what_would_be_lost(pids: Iterable[int], root: Path) -> list[str]:
         _warm(root, {inode for _, inode in watches} - deleted)
     found += [f"process {pid} watches a deleted file by inotify" for pid, inode in watches if inode in deleted]
     found += [f"process {pid} has a lock on a file that it has mapped" for pid in _lock_on_mapped_file(set(pids))]
-    if pids and _datagrams(pids[0]):
-        found.append("a UDP socket has datagrams that nobody has read")
+    if pids:
+        if _sockets(pids[0], "udp", lambda fields: not fields[4].endswith(":00000000")):  # tx_queue:rx_queue
+            found.append("a UDP socket has datagrams that nobody has read")
+        # CRIU makes the half by a packet of its own. What answers it may find no peer yet, and resets the connection
+        if _sockets(pids[0], "tcp", lambda fields: fields[3] in _HALF_CLOSED and fields[9] != "0"):
+            found.append("a TCP connection is half closed")
     return found
 
 
@@ -136,11 +141,11 @@ def _lock_on_mapped_file(pids: set[int]) -> list[int]:
     return found
 
 
-def _datagrams(pid: int) -> bool:
-    """Has a UDP socket of this process's network namespace something in its queue?"""
-    for table in ("udp", "udp6"):
+def _sockets(pid: int, protocol: str, wrong: Callable[[list[str]], bool]) -> bool:
+    """Is there such a socket in this process's network namespace?"""
+    for table in (protocol, f"{protocol}6"):
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                if not line.split()[4].endswith(":00000000"):  # tx_queue:rx_queue
+                if wrong(line.split()):
                     return True
     return False

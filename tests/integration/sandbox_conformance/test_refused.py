@@ -31,6 +31,11 @@ REFUSED = {
         "l = socket.socket(); l.bind(('127.0.0.1', 0)); l.listen(4); c = socket.create_connection(l.getsockname())",
         "(?i)in-flight",
     ),
+    "half-closed TCP connection": (
+        "l = socket.socket(); l.bind(('127.0.0.1', 0)); l.listen(4); c = socket.create_connection(l.getsockname());"
+        " s = l.accept()[0]; s.sendall(b'last words'); s.shutdown(1); time.sleep(0.1)",
+        "half closed",
+    ),
     "Unix connection nobody has accepted, with data": (
         "l = socket.socket(1); l.bind('/tmp/door'); l.listen(4);"
         " c = socket.socket(1); c.connect('/tmp/door'); c.send(b'x')",
