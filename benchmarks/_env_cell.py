@@ -40,11 +40,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Effort:
-    """At least `least` samples, at most `most`, and no further one after `budget_s` seconds."""
+    """At least `least` samples, at most `most`, and no further one after `budget_s` seconds; the first `forks` fork."""
 
     least: int
     most: int
     budget_s: float
+    forks: int = 3
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Cell:
             state = await look(box, work, sample)
             manifest = await box.checkpoint(action=sample)
             self.manifests.append(manifest)
-            if sample == 0 or len(self.forks) < 3:
+            if sample < effort.forks:
                 await self._fork(box, state)
             await perform(box, _DAMAGE)
             box, took_s = await self._kill_and_restore(manager, box, manifest)

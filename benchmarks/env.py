@@ -38,7 +38,7 @@ from ._env_plot import plot
 from ._env_podman import PlainPodman, image_is_there
 from ._env_workloads import skipped, workloads
 
-EFFORT = {True: Effort(2, 3, 3.0), False: Effort(5, 12, 50.0)}
+EFFORT = {True: Effort(2, 3, 3.0, forks=1), False: Effort(5, 12, 50.0)}
 SLOW_EFFORT = Effort(3, 4, 75.0)  # where one round writes 400 MB five times
 QUICK = "it takes too long for a quick run"
 
