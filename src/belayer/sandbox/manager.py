@@ -178,11 +178,12 @@ class Sandboxes:
                     await self._retire_name(name)
                     clock.lap("kill_s")
                     image = images.of_checkpoint(self.store, manifest.image, manifest.image_digest)
-                    if manifest.level == "full":
-                        pid = await self._runtime.restore(place, images=folder, netns_fd=netns_fd)
-                    else:
-                        place.environment = image.environment
-                        pid = await self._runtime.create(place, netns_fd)
+                    async with _warming(place, image):
+                        if manifest.level == "full":
+                            pid = await self._runtime.restore(place, images=folder, netns_fd=netns_fd)
+                        else:
+                            place.environment = image.environment
+                            pid = await self._runtime.create(place, netns_fd)
                     clock.lap("criu_s")
                     sandbox = await self._activate(name, place, pid, image, manifest, folder)
             except SandboxLost as error:
@@ -433,6 +434,17 @@ def _runtime_of(config: SandboxConfig, label: RunLabel, keeper: Callable[[], Kee
     if config.runtime == "podman":
         return PodmanRuntime(keeper, label)
     return NativeRuntime(keeper)
+
+
+@asynccontextmanager
+async def _warming(place: Place, image: Image) -> AsyncIterator[None]:
+    """Meanwhile bring the new root's folders into the kernel's caches: the sandbox's watch looks at them next."""
+    watched = _health.folders_to_watch(image.path, image.digest)
+    look = asyncio.create_task(asyncio.to_thread(_health.fingerprint, place.root, watched))
+    try:
+        yield
+    finally:
+        await asyncio.wait([look])  # before the root may be removed
 
 
 class _Clock:
