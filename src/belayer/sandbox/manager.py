@@ -21,7 +21,7 @@ from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable, StorageFull
 from belayer.events import Event, EventSink, ignore
 from belayer.ownership import RunLabel
-from belayer.sandbox import _cgroup, _data, _health, _identity, criu, images
+from belayer.sandbox import _cgroup, _data, _health, _identity, criu, images, podman
 from belayer.sandbox._checkpoints import Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._levels import Levels, restored_from
@@ -34,7 +34,6 @@ from belayer.sandbox._session import Session
 from belayer.sandbox._shell_state import load_shell
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.images import Image
-from belayer.sandbox.podman import PodmanRuntime
 from belayer.sandbox.store import Store
 
 FREE_SPACE_TIMEOUT_S = 10.0
@@ -100,6 +99,8 @@ class Sandboxes:
         if os.geteuid() != 0:
             raise SandboxUnavailable("sandboxes need root", next_step="run as root or with sudo")
         await asyncio.to_thread(native_program)
+        if config.runtime == "podman":
+            await asyncio.to_thread(podman.require)
         levels = await asyncio.to_thread(Levels.here, config.allow_level)
         if not _cgroup.hierarchies().bases():
             raise SandboxUnavailable("no cgroup hierarchy is mounted", next_step="mount cgroup2 at /sys/fs/cgroup")
@@ -432,7 +433,7 @@ class Sandboxes:
 
 def _runtime_of(config: SandboxConfig, label: RunLabel, keeper: Callable[[], Keeper]) -> Runtime:
     if config.runtime == "podman":
-        return PodmanRuntime(keeper, label)
+        return podman.PodmanRuntime(keeper, label)
     return NativeRuntime(keeper)
 
 

@@ -59,6 +59,12 @@ def missing() -> str | None:
     return None
 
 
+def require() -> None:
+    """Raises `SandboxUnavailable` where podman cannot be used."""
+    if reason := missing():
+        raise SandboxUnavailable(reason, next_step='run `make setup-podman`, or set sandbox.runtime = "native"')
+
+
 class Podman:
     """Podman whose whole state is below `folder`, a path of at most 46 characters: podman's own limit.
 
@@ -74,8 +80,7 @@ class Podman:
         storage: Path | None = None,
         image_stores: tuple[Path, ...] = (),
     ) -> None:
-        if reason := missing():
-            raise SandboxUnavailable(reason, next_step='or set sandbox.runtime = "native"')
+        require()
         self.folder = folder
         self.driver = driver
         self.storage = storage or folder / "root"
