@@ -140,7 +140,11 @@ class Campaign:
             life = _Life(manager, f"rounds-{number}", groups[order[number % len(groups)]])
             try:
                 await life.begin()
-                self.saved.skipped |= life.trial.wrong
+                for member, why in life.trial.wrong.items():
+                    if why.startswith("skipped: "):
+                        self.saved.skipped[member] = why.removeprefix("skipped: ")
+                    else:
+                        self.saved.failed.append(f"{member}: {why}")
                 for _ in range(LIFE):
                     if not self._goes_on() or life.over:
                         break

@@ -145,7 +145,7 @@ class BashOnTerminal(Resource):
     def _sleeps(self) -> bool:
         """Has the job in the foreground become what it is to be?"""
         job = self._foreground()
-        return job != self.screen.pid and content(f"/proc/{job}/comm") == "sleep\n"
+        return job not in (0, self.screen.pid) and content(f"/proc/{job}/comm") == "sleep\n"
 
     def _foreground(self) -> int:
         return struct.unpack("i", fcntl.ioctl(self.screen.fd, termios.TIOCGPGRP, bytes(4)))[0]
