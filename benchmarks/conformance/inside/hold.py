@@ -55,19 +55,22 @@ def hold(name: str, ready: int) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(os.path.join(PLACE, f"{name}.ask"))
     listener.listen(4)
-    kit.own_fd = ready
+    kit.own_fds |= {ready, listener.fileno()}
     thing = REGISTRY[name]()
     result = answer(thing, "setup")
     os.write(ready, json.dumps(result).encode())
     os.close(ready)
+    kit.own_fds.discard(ready)
     while "error" not in result:
         asker = listener.accept()[0]
-        kit.own_fd = asker.fileno()
+        kit.own_fds.add(asker.fileno())
         what = asker.recv(64).decode()
         data = json.dumps(answer(thing, what)).encode()
         if what == "damage":
             shutil.rmtree(folder(name), ignore_errors=True)
+            os.unlink(os.path.join(PLACE, f"{name}.ask"))  # a child of the resource may hold the socket open
         asker.sendall(data)
+        kit.own_fds.discard(asker.fileno())
         asker.close()
         if what == "damage":
             os._exit(0)

@@ -82,7 +82,7 @@ def status(pid: int | str, *names: str) -> dict[str, str]:
     return {name: lines[name] for name in names}
 
 
-own_fd = -1  # the connection on which the holder is being asked; no child may keep it open
+own_fds: set[int] = set()  # the holder's socket and the connection on which it is asked; no child may keep them open
 
 
 def fork(body: Callable[[], Any]) -> int:
@@ -90,11 +90,10 @@ def fork(body: Callable[[], Any]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    global own_fd
     try:
-        if own_fd >= 0:
-            os.close(own_fd)
-            own_fd = -1
+        for fd in own_fds:
+            os.close(fd)
+        own_fds.clear()
         body()
     except BaseException as error:
         with open("child-failed", "w") as file:
