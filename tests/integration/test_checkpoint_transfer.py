@@ -35,7 +35,8 @@ ROOT = Path(__file__).parents[2]
 STATE = """
 cd /work/deep
 x='two words'; declare -A map=([a]=1 [b]=2); greet() { echo "hello $1"; }; alias ll='ls -l'
-(n=0; while sleep 0.05; do n=$((n+1)); echo $n >> /work/count; done) &
+(n=0; while :; do n=$((n+1)); echo $n >> /work/count; sleep 0.05; done) &
+until test -s /work/count; do sleep 0.01; done
 exec 7<>/work/open; echo unread >&7
 """
 CHECK = 'echo "$PWD|$x|${map[b]}|$(greet you)|$(alias ll)|$(jobs -r | { read a; echo ${a:0:3}; })"'

@@ -89,6 +89,7 @@ class ModelSandbox:
         self.broken = False  # its system folders are not those of the image: it answers, and answers wrongly
         self.accepted = False
         self.restored = None
+        self.cause = ""
         self.callback = None
 
     async def exec(self, command, *, fence, **_):

@@ -225,7 +225,8 @@ class EnvironmentKeeper:
     def _died(self) -> None:
         """Called by the sandbox's pidfd: begin the recovery now, hidden under the model's turn where there is one."""
         if self.state is EnvironmentState.READY:
-            self._lose("the sandbox's init died")
+            cause = self.sandbox.cause if self.sandbox is not None else ""
+            self._lose(cause or "the sandbox's init died")
             self._start_recovery()
 
     def _start_recovery(self) -> asyncio.Task[None]:

@@ -87,6 +87,11 @@ class Sandbox(FileCalls):
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
+    @property
+    def cause(self) -> str:
+        """Why it is lost, as far as that is known; empty while it is well, and when nobody knows."""
+        return self._why
+
     def __repr__(self) -> str:
         state = "stale" if self.stale else "dead" if self.dead else "running"
         return f"<Sandbox {self.name} generation {self.generation}, {state}>"
