@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # as in a background job of a shell: then everything that the tests start would ignore Ctrl-C too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def is_root() -> bool:

@@ -49,14 +49,7 @@ seed = 3
 def belayer(*arguments: str, **kwargs) -> subprocess.Popen:
     command = [sys.executable, "-m", "belayer.cli", *arguments]
     return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # a shell's background job has it ignored, and so would everything that the tests start
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **kwargs,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, **kwargs
     )
 
 
