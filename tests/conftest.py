@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # as in a background job of a shell: then everything that the tests start would ignore Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
