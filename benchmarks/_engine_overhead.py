@@ -67,6 +67,7 @@ async def _measure(load: Load, model: Model, quick: bool) -> dict[str, Any]:
         max_model_len=model.max_model_len,
         max_num_seqs=max(load.requests, model.max_num_seqs),
         kv_bytes=model.kv_bytes,
+        images=False,  # none is to be built while this is measured
     )
     with RunLabel.new("bench overhead") as label, tempfile.TemporaryDirectory(prefix="belayer-bench-") as name:
         logs = Path(name)
