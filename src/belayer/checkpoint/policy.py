@@ -103,7 +103,7 @@ class EveryN(_Deaf):
 class _Learning:
     """What the policies that learn all know: bubbles, actions, costs and failures."""
 
-    def __init__(self, prior_s: float) -> None:
+    def __init__(self, *, prior_s: float = 3600.0) -> None:
         self._bubble = LogNormal(1.0, 1.0)
         self._action = Mean(0.3)
         self._cost = Cost(0.08)
@@ -137,9 +137,6 @@ class YoungDaly(_Learning):
 
     name = "young-daly"
 
-    def __init__(self, *, prior_s: float = 3600.0) -> None:
-        super().__init__(prior_s)
-
     def decide(self, situation: Situation) -> Decision:
         if situation.actions_since == 0:
             return _NOTHING_NEW
@@ -155,9 +152,6 @@ class Paper(_Learning):
     what redoing would cost, c what the checkpoint takes and q the probability that it fits into the bubble."""
 
     name = "paper"
-
-    def __init__(self, *, prior_s: float = 3600.0) -> None:
-        super().__init__(prior_s)
 
     def decide(self, situation: Situation) -> Decision:
         if situation.actions_since == 0:
@@ -184,7 +178,7 @@ class Adaptive(_Learning):
     name = "adaptive"
 
     def __init__(self, *, prior_s: float = 3600.0, contention_s: float = 0.05) -> None:
-        super().__init__(prior_s)
+        super().__init__(prior_s=prior_s)
         self._contention_s = contention_s
         self._prices: deque[float] = deque(maxlen=100)
 
