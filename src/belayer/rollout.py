@@ -20,6 +20,7 @@ import msgspec
 from belayer import events
 from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk, TokenSink
 from belayer.errors import BelayerError, ReplayDivergence, RequestRefused, TurnRestarted
+from belayer.faults import failpoints
 from belayer.journal import Call, History, Journal
 from belayer.journal.records import TokensAppended, TurnVoided, ValueDrawn
 from belayer.recovery import EnvironmentKeeper, RestartFunction
@@ -246,6 +247,7 @@ class Rollout:
     async def _generate(self, text: str, sampling: Sampling) -> Call:
         number = self._next
         started, begun = time.time(), time.perf_counter()
+        failpoints.hit("turn.begin", self.id)
         self._environment.bubble_begins()
         made = 0
         while True:
@@ -256,6 +258,7 @@ class Rollout:
             except TurnRestarted as restarted:
                 made += len(self._resumable(number)) - len(resume)
                 self._void(number, restarted.what)
+        failpoints.hit("turn.end", self.id)
         wall_s = time.perf_counter() - begun
         self._environment.bubble_ends(wall_s)
         call = self._history.calls[number]
@@ -289,6 +292,7 @@ class Rollout:
 
     def _journal_first(self, number: int, text: str) -> TokenSink:
         def journal(chunk: TokenChunk) -> None:
+            failpoints.hit("turn.tokens", self.id)
             self._journal.record(
                 TokensAppended(
                     rollout=self.id,
@@ -302,6 +306,7 @@ class Rollout:
                     finish=chunk.finish_reason or "",
                 )
             )
+            failpoints.hit("turn.journalled", self.id)
 
         return journal
 

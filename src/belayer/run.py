@@ -27,6 +27,7 @@ from belayer.errors import (
     SandboxUnavailable,
     StorageFull,
 )
+from belayer.faults import failpoints
 from belayer.journal import Journal
 from belayer.journal import records as r
 from belayer.ownership import RunLabel
@@ -209,6 +210,7 @@ class Run:
                 elif isinstance(item, BaseException):
                     raise item
                 else:
+                    failpoints.hit("deliver.before", item.rollout_id)
                     yield item
         finally:
             for task in running:
@@ -239,7 +241,9 @@ class Run:
         """Journal that these were used; they are never delivered again."""
         for each in trajectories:
             if not self.journal.history(each.rollout_id).acknowledged:
+                failpoints.hit("acknowledge.before", each.rollout_id)
                 self.journal.record(r.Acknowledged(rollout=each.rollout_id, attempt=each.attempt))
+                failpoints.hit("acknowledge.after", each.rollout_id)
                 self.sink(
                     events.Event(kind=events.ROLLOUT_DELIVERED, subject=each.rollout_id, data={"attempt": each.attempt})
                 )
@@ -275,7 +279,9 @@ class Run:
                     kept="its journal",
                     next_step="repair the function, then `belayer resume` the run",
                 ) from error
+            failpoints.hit("rollout.returned", rollout_id)
             self.journal.record(r.RolloutFinished(rollout=rollout_id, attempt=history.attempt, reward=reward))
+            failpoints.hit("rollout.finished", rollout_id)
             done = trajectory(history)
             self._emit(
                 events.ROLLOUT_FINISHED,

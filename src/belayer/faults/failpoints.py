@@ -25,6 +25,39 @@ from collections.abc import Callable, Iterator
 ENV_VAR = "BELAYER_FAILPOINTS"
 
 NAMES = {
+    "turn.begin": "driver: the function has asked for a model turn, nothing of it was sent",
+    "turn.tokens": "driver: tokens have come from the engine, they are not journalled",
+    "turn.journalled": "driver: they are journalled, nobody has seen them",
+    "turn.end": "driver: the turn is complete, the function does not have it yet",
+    "action.chosen": "driver: an action was asked for and its environment is ready, nothing is journalled",
+    "action.intended": "driver: the intent is journalled, nothing was sent",
+    "action.sent": "driver: the command was sent to the sandbox and runs there",
+    "action.performed": "driver: its result is here, the completion is not journalled",
+    "action.completed": "driver: the completion is journalled, the function does not have the result",
+    "sandbox.create.place": "driver: the root of a new container is ready, it has no processes",
+    "sandbox.create.answered": "driver: a new container has answered, nobody has it yet",
+    "checkpoint.begin": "driver: a checkpoint was decided on, nothing of it was done",
+    "checkpoint.frozen": "driver: every process is dumped and still frozen, there is no snapshot",
+    "checkpoint.journal.before": "driver: a checkpoint is published and found good, the journal has not heard of it",
+    "checkpoint.journal.after": "driver: it has",
+    "restore.begin": "driver: a lost environment is to be restored, nothing was done",
+    "restore.place": "driver: the root of the restored container is ready, its processes are not",
+    "restore.processes": "driver: its processes are back, they were not asked anything",
+    "restore.answered": "driver: it has answered and is verified, nobody has it yet",
+    "restore.fresh": "driver: no checkpoint could be restored, a new container is to be made",
+    "replay.begin": "driver: an environment is back, actions are to be done again",
+    "replay.action": "driver: one of them was done again, its observation is not compared",
+    "replay.end": "driver: all are done again, the restore is not journalled",
+    "restore.journalled": "driver: the restore is journalled, nothing was done since",
+    "truncate.before": "driver: the context is to be cut, nothing is journalled",
+    "truncate.after": "driver: the cut is journalled, the function was not run again",
+    "rollout.returned": "driver: the function has returned its reward, which is not journalled",
+    "rollout.finished": "driver: the reward is journalled, nobody has the trajectory",
+    "deliver.before": "driver: a trajectory is about to be handed over",
+    "acknowledge.before": "driver: the trainer has used it, which is not journalled",
+    "acknowledge.after": "driver: the acknowledgement is journalled, the trainer does not know",
+    "journal.append.before": "driver: a record is to be written, nothing of it is on disk",
+    "journal.append.after": "driver: it is written, memory has not heard of it",
     "engine.update.begin": "driver: the owner has begun a dirty epoch, nothing is written yet",
     "engine.update.after_shard": "driver: one tensor of the new epoch is written (use `skip` for a later one)",
     "engine.update.before_commit": "driver: everything is written, the epoch is still dirty",
@@ -65,15 +98,24 @@ class _Armed:
 _lock = threading.Lock()
 _armed: dict[str, _Armed] = {}  # empty nearly always, and `hit` looks at nothing else
 _fired: list[str] = []
+_here = threading.local()
 
 
-def hit(name: str) -> None:
-    """The code has come to the point `name`; whatever is armed there happens now."""
+def hit(name: str, subject: str = "") -> None:
+    """The code has come to the point `name`; whatever is armed there happens now.
+
+    `subject`: whom it is about (a rollout, a sandbox), for an action that asks with `subject()`.
+    """
     if _armed:
-        _strike(name)
+        _strike(name, subject)
 
 
-def _strike(name: str) -> None:
+def subject() -> str:
+    """Within an action: what the point that it fires at is about; empty where the code does not say."""
+    return getattr(_here, "subject", "")
+
+
+def _strike(name: str, about: str) -> None:
     _check(name)
     with _lock:
         armed = _armed.get(name)
@@ -84,6 +126,7 @@ def _strike(name: str) -> None:
             return
         del _armed[name]
         _fired.append(name)
+    _here.subject = about
     armed.action()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from belayer.faults import failpoints
 from belayer.journal.history import History
 from belayer.journal.records import AnyRecord
 from belayer.journal.segments import SegmentWriter, scan
@@ -30,7 +31,9 @@ class Journal:
 
     def record(self, record: AnyRecord) -> None:
         """Write `record`, then apply it. Raises `StorageFull` or `JournalError`, and then nothing has changed."""
+        failpoints.hit("journal.append.before", record.rollout)
         self._writer.append(record)
+        failpoints.hit("journal.append.after", record.rollout)
         self.history(record.rollout).apply(record)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from belayer.errors import (
     SandboxUnavailable,
     StaleSandbox,
 )
+from belayer.faults import failpoints
 from belayer.journal import Call, Journal
 from belayer.journal.records import (
     DRIVER_RESTARTED,
@@ -139,7 +140,9 @@ class EnvironmentKeeper:
             if problem:
                 self._lose(problem)
                 continue
+            failpoints.hit("action.chosen", self.rollout)
             self._record(ActionIntended, call=call, k=k, g=sandbox.generation, asked=text)
+            failpoints.hit("action.intended", self.rollout)
             started = time.time()
             begun = time.perf_counter()
             try:
@@ -164,6 +167,7 @@ class EnvironmentKeeper:
             wall_s = time.perf_counter() - begun
             self._breaker.success()
             self._policy.action(wall_s)
+            failpoints.hit("action.performed", self.rollout)
             self._record(
                 ActionCompleted,
                 call=call,
@@ -174,6 +178,7 @@ class EnvironmentKeeper:
                 wall_s=round(wall_s, 6),
                 damage=problem or "",
             )
+            failpoints.hit("action.completed", self.rollout)
             self._emit(
                 events.EXEC,
                 action=k,
@@ -301,6 +306,7 @@ class EnvironmentKeeper:
                 if checkpoint.k > target or checkpoint.context_hash != self._history.context_hash(checkpoint.k):
                     continue
                 try:
+                    failpoints.hit("restore.begin", self.rollout)
                     async with asyncio.timeout(self._config.restore_timeout_s):
                         sandbox = await self._sandboxes.restore(self.name, checkpoint.id)
                     return checkpoint.id, checkpoint.k, sandbox
@@ -308,6 +314,7 @@ class EnvironmentKeeper:
                     self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what, checkpoint=checkpoint.id)
                 except TimeoutError:
                     self._emit(events.FAULT_DETECTED, fault="checkpoint", how="restore passed its deadline")
+            failpoints.hit("restore.fresh", self.rollout)
             await self._sandboxes.discard(self.name)
         try:
             async with asyncio.timeout(self._config.restore_timeout_s):
@@ -318,8 +325,10 @@ class EnvironmentKeeper:
 
     async def _replay(self, sandbox: Sandbox, base: int, target: int) -> int | None:
         """Apply actions base+1 … target; the number of the first one whose observation differs, or None."""
+        failpoints.hit("replay.begin", self.rollout)
         for call in self._history.actions()[base:target]:
             result = await perform(sandbox, action_of(call.asked), (self.attempt, sandbox.generation))
+            failpoints.hit("replay.action", self.rollout)
             if observed(result) != call.observed:
                 return call.k
         return None
@@ -330,7 +339,9 @@ class EnvironmentKeeper:
         cut = cut_before_action(self._history.calls, self._history.calls_through_action(k - 1), k)
         position = len(self._history.context(cut))
         reason = f"action {k} observed something else when it was replayed"
+        failpoints.hit("truncate.before", self.rollout)
         self._record(ContextTruncated, call=cut, k=k, position=position, reason=reason)
+        failpoints.hit("truncate.after", self.rollout)
         self._emit(events.ROLLOUT_TRUNCATED, position=position, action=k, reason=reason)
         raise RestartFunction
 
@@ -352,6 +363,7 @@ class EnvironmentKeeper:
         self._restore_s = phases["restore_s"]
         if fresh:
             return
+        failpoints.hit("replay.end", self.rollout)
         self._record(
             EnvRestored,
             k=target,
@@ -360,6 +372,7 @@ class EnvironmentKeeper:
             replayed=target - base,
             reason=why,
         )
+        failpoints.hit("restore.journalled", self.rollout)
         total = time.perf_counter() - self._lost_at
         self._emit(
             events.RECOVERED,

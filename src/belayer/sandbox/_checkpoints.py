@@ -265,6 +265,7 @@ class Checkpoints:
             raise SandboxLost(f"sandbox {sandbox.name} went away before it was checkpointed: {error}") from error
 
         async def while_frozen() -> None:
+            failpoints.hit("checkpoint.frozen", sandbox.name)
             try:
                 with storage_errors(f"no snapshot of sandbox {sandbox.name}"):
                     await _to_its_end(self.data.store.trees.snapshot, sandbox.place.tree, snapshot)

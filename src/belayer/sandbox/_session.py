@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from belayer.errors import SandboxError, SandboxLost, StaleSandbox
+from belayer.faults import failpoints
 
 Fence = tuple[int, int]
 _T = TypeVar("_T")
@@ -219,6 +220,7 @@ class Session:
         try:
             # without input, its end goes along in the same message: the answer may come, and the init close, any moment
             await connection.send(kind, payload, after=b"" if stdin or kind != b"X" else _END_OF_INPUT)
+            failpoints.hit("action.sent", self._name)
             if stdin:
                 feeder = asyncio.create_task(connection.feed(stdin))
             async for answer, data in connection:
