@@ -159,6 +159,20 @@ class TrainConfig(_Section):
     warm_start_learning_rate: float = Field(default=3e-3, gt=0)
 
 
+class ObserveConfig(_Section):
+    """Who may watch a run, and what its events are sent to besides the run's folder."""
+
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="Serve Prometheus metrics here; 0: any free port; unset: nowhere."
+    )
+    metrics_host: str = Field(
+        default="127.0.0.1", description="Address to serve metrics on. They are open to all who reach it."
+    )
+    exporters: tuple[Literal["opentelemetry", "tensorboard", "wandb"], ...] = Field(
+        default=(), description="Send the events to these too; each needs its package."
+    )
+
+
 class FaultsConfig(_Section):
     """What `--inject` does, at seeded random moments spread over the run."""
 
@@ -179,6 +193,7 @@ class Config(_Section):
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     train: TrainConfig | None = None
     faults: FaultsConfig = Field(default_factory=FaultsConfig)
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:

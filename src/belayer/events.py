@@ -59,13 +59,18 @@ ROLLOUT_TRUNCATED = "rollout.truncated"  # position, action, reason
 # -- what a rollout does, for the timeline --------------------------------------------------------
 GENERATE = "span.generate"  # turn, tokens, start (wall clock), wall_s
 EXEC = "span.exec"  # action, exit_code, start, wall_s
-CHECKPOINT = "span.checkpoint"  # action, id, level, start, wall_s, frozen_s, exposed_s (time the rollout waited for it)
+# action, id, level, start, wall_s, frozen_s, exposed_s (time the rollout waited for it), bytes (process images)
+CHECKPOINT = "span.checkpoint"
+# none was taken, or (abandoned: true) one was given up: action, abandoned, why
+CHECKPOINT_SKIPPED = "checkpoint.skipped"
 # emitted when a checkpoint's background write has ended: it survives a reboot from here on
 CHECKPOINT_DURABLE = "checkpoint.durable"  # id, bytes, wall_s
 
 # a checkpoint was taken, or a restore was made from one, that holds no processes; subject: the sandbox
 CHECKPOINT_LEVEL = "checkpoint.level"  # id, level, reason (why not full), lost (what a restore will not bring back)
 RESTORE_LEVEL = "restore.level"  # id, level, reason, lost (what was not brought back)
+
+SANDBOXES_RUNNING = "sandbox.running"  # count; emitted whenever a sandbox of the run begins or ends
 
 # -- faults and recoveries ------------------------------------------------------------------------
 # subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves

@@ -14,6 +14,7 @@ from typing import Any
 from belayer import events
 from belayer.checkpoint.policy import Policy, Situation
 from belayer.errors import CheckpointRefused, SandboxLost, StaleSandbox, StorageFull
+from belayer.faults import failpoints
 from belayer.journal import Call, Journal
 from belayer.journal.records import CheckpointPublished, CheckpointSkipped
 from belayer.recovery.actions import from_journal
@@ -91,24 +92,26 @@ class BubbleCheckpoint:
         k = len(self._history.actions())
         context_hash = self._history.context_hash(k)
         started, begun = time.time(), time.perf_counter()
+        failpoints.hit("checkpoint.begin", self.rollout)
         try:
             manifest = await sandbox.checkpoint(
                 action=k, context_hash=context_hash, rollout=self.rollout, attempt=self.attempt
             )
         except (CheckpointRefused, StorageFull, SandboxLost, StaleSandbox) as error:
-            self._skip(k, f"{type(error).__name__}: {error.what}")
+            self._skip(k, f"{type(error).__name__}: {error.what}", abandoned=True)
             self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what)
             return None
         # damage from outside that came before the snapshot is in it, and a restore could not tell it from the agent's
         # own doing; damage does not heal, so a healthy sandbox now means a healthy snapshot
         problem = await self._examine(sandbox)
         if problem:
-            self._skip(k, f"not trusted: {problem}")
+            self._skip(k, f"not trusted: {problem}", abandoned=True)
             self._lose(sandbox, problem)
             return None
         wall_s = time.perf_counter() - begun
         self._policy.cost(wall_s)
         self._published_at = time.monotonic()
+        failpoints.hit("checkpoint.journal.before", self.rollout)
         self._journal.record(
             CheckpointPublished(
                 rollout=self.rollout,
@@ -121,6 +124,7 @@ class BubbleCheckpoint:
                 why=why,
             )
         )
+        failpoints.hit("checkpoint.journal.after", self.rollout)
         return {
             "action": k,
             "id": manifest.id,
@@ -128,10 +132,12 @@ class BubbleCheckpoint:
             "start": started,
             "wall_s": wall_s,
             "frozen_s": manifest.timings.frozen_s,
+            "bytes": manifest.image_bytes,
         }
 
-    def _skip(self, k: int, why: str) -> None:
+    def _skip(self, k: int, why: str, *, abandoned: bool = False) -> None:
         self._journal.record(CheckpointSkipped(rollout=self.rollout, attempt=self.attempt, k=k, why=why))
+        self._emit(events.CHECKPOINT_SKIPPED, action=k, abandoned=abandoned, why=why)
 
     def _emit(self, kind: str, **data: Any) -> None:
         self._sink(events.Event(kind=kind, subject=self.rollout, data=data))

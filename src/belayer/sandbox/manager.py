@@ -20,6 +20,7 @@ from belayer.checkpoint.manifest import Manifest, ProcessState
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable, StorageFull
 from belayer.events import Event, EventSink, ignore
+from belayer.faults import failpoints
 from belayer.ownership import RunLabel
 from belayer.sandbox import _cgroup, _data, _health, _identity, criu, images, podman
 from belayer.sandbox._checkpoints import Checkpoints
@@ -132,8 +133,11 @@ class Sandboxes:
         async with self._lock(name), self._new_place(name, found.path) as (place, netns_fd):
             await self._retire_name(name)
             place.environment = found.environment
+            failpoints.hit("sandbox.create.place", name)
             pid = await self._runtime.create(place, netns_fd)
-            return await self._activate(name, place, pid, found)
+            sandbox = await self._activate(name, place, pid, found)
+            failpoints.hit("sandbox.create.answered", name)
+            return sandbox
 
     async def restore(self, name: str, checkpoint_id: str) -> Sandbox:
         """The checkpointed container, under `name`, as the next generation; what runs under `name` is killed first.
@@ -178,6 +182,7 @@ class Sandboxes:
                     clock.lap("verify_s")
                     await self._retire_name(name)
                     clock.lap("kill_s")
+                    failpoints.hit("restore.place", name)
                     image = images.of_checkpoint(self.store, manifest.image, manifest.image_digest)
                     async with _warming(place, image):
                         if manifest.level == "full":
@@ -186,6 +191,7 @@ class Sandboxes:
                             place.environment = image.environment
                             pid = await self._runtime.create(place, netns_fd)
                     clock.lap("criu_s")
+                    failpoints.hit("restore.processes", name)
                     sandbox = await self._activate(name, place, pid, image, manifest, folder)
             except SandboxLost as error:
                 raise RestoreFailed(f"the restored sandbox {name} does not answer: {error.what}") from error
@@ -198,6 +204,7 @@ class Sandboxes:
             if sandbox.hostname != HOSTNAME and manifest.level != "full":
                 await sandbox.rename(sandbox.hostname)  # a fork's own; it is in the process images, and there are none
             clock.lap("answer_s")
+            failpoints.hit("restore.answered", name)
             sandbox.restore_phases = clock.laps
             found = sandbox.restored
             if found is not None and not found.complete:
@@ -302,6 +309,7 @@ class Sandboxes:
         """Kill one container now; its remains are removed in the background. Its checkpoints stay."""
         if self._sandboxes.get(sandbox.name) is sandbox:
             del self._sandboxes[sandbox.name]
+            self._tell_running()
         if sandbox.stale:
             return
         place = sandbox.end()
@@ -378,7 +386,11 @@ class Sandboxes:
         sandbox.restored = restored_from(manifest) if manifest else None
         sandbox.hostname = manifest.hostname if manifest else HOSTNAME
         self._sandboxes[name] = sandbox
+        self._tell_running()
         return sandbox
+
+    def _tell_running(self) -> None:
+        self._sink(Event(kind=names.SANDBOXES_RUNNING, data={"count": len(self._sandboxes)}))
 
     def _settle_in(self, place: Place, image: Image) -> None:
         place.protect_agent()
