@@ -174,6 +174,9 @@ class _Process:
     def state(self) -> tuple[bool, bool]:
         return self.backend.busy, self.backend.prefilling
 
+    def computed_tokens(self) -> int:
+        return self.backend.computed_tokens
+
     def step(self, count: int) -> list[Chunk]:
         chunks: list[Chunk] = []
         for _ in range(count):

@@ -271,6 +271,33 @@ def test_a_step_says_beforehand_whether_it_prefills(host: BackendHost, work: lis
         assert (outcome.tokens, outcome.logprobs, outcome.reason) == whole[key]
 
 
+def test_a_prefix_that_requests_share_is_prefilled_once(host: BackendHost) -> None:
+    """A recovery hands over a whole group at once: its common prompt is computed once, each member's own turn apart."""
+    block = 32  # the largest unit in which one of the backends shares
+    common = [(11 * j + 5) % VOCABULARY for j in range(8 * block)]
+    own = [[(3 * j + 17 * i + 1) % VOCABULARY for j in range(10)] for i in range(SEQUENCES)]
+    sampling = Sampling(max_tokens=12, temperature=0.0)
+    group = [Work(f"member{i}", common, tokens, sampling) for i, tokens in enumerate(own)]
+    alone = {}
+    for work in group:
+        host.ask("forget_prefixes")
+        alone |= plain(host, [work])
+    host.ask("forget_prefixes")
+    before = host.ask("computed_tokens")
+    together = plain(host, group)
+    computed = host.ask("computed_tokens") - before
+    assert together == alone
+    decoded = sum(sampling.max_tokens - len(tokens) for tokens in own) - len(group)  # the first comes with the prefill
+    assert computed == len(common) + sum(map(len, own)) + decoded
+    # and so is one that only two of them share, on top of what all do
+    turns = [common[: 2 * block] + [7] * block + tail for tail in ([1] * 9, [2] * 9, [3] * 9)]
+    turns.append(common[: 2 * block] + [8] * 9)
+    host.ask("forget_prefixes")
+    before = host.ask("computed_tokens")
+    plain(host, [Work(f"turn{i}", turn, [], Sampling(max_tokens=2)) for i, turn in enumerate(turns)])
+    assert host.ask("computed_tokens") - before == 3 * block + 4 * 9 + 4
+
+
 def test_what_it_cannot_serve_is_refused_with_a_reason(
     host: BackendHost, folders: list[Path], tmp_path: Path, work: list[Work], whole: Run
 ) -> None:

@@ -60,6 +60,11 @@ class Backend(Protocol):
         """None: it was not asked for, or this backend cannot."""
         ...
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that steps have computed so far, prefill included; what a cache answered is not among them."""
+        ...
+
     def submit(self, work: Work) -> None:
         """Queue a request; what is known of its completion becomes part of the prefill."""
         ...

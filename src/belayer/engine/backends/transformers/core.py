@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from belayer.engine._penalties import Penalties, penalised
 from belayer.engine._wire import Chunk, Spec, Work
 from belayer.engine.backends.owned_weights import OwnedWeights
+from belayer.engine.backends.shared_prefixes import PrefillOrder
 from belayer.engine.backends.transformers import attention, invariance, loader
 from belayer.engine.backends.vllm import wide_linear
 from belayer.engine.memory import Region, Scratch, of
@@ -112,6 +113,9 @@ class TransformersBackend:
         self._scheduler = processor.scheduler
         self._inputs = processor.inputs_and_outputs
         self._requests: dict[str, _Request] = {}
+        self._order = PrefillOrder(PAGE)
+        self._held: dict[str, RequestState] = {}  # not yet given to the scheduler
+        self.computed_tokens = 0
         self._drawn: list[tuple[RequestState, int, float]] = []  # of the step that runs
         self._vocabulary: int = config.vocab_size
         runner = processor.model_runner
@@ -137,43 +141,56 @@ class TransformersBackend:
             eos_token_id=list(work.sampling.stop_token_ids),
         )
         self._requests[work.id] = _Request(work)
-        self._scheduler.add_waiting_request(state)
+        self._hold(state)
+
+    def _hold(self, state: RequestState) -> None:
+        self._held[state.request_id] = state
+        self._order.add(state.request_id, state.initial_tokens)
 
     def abort(self, ids: list[str]) -> None:
         known = [key for key in ids if self._requests.pop(key, None) is not None]
         for key in known:
-            self._scheduler.set_request_cancellation(key)
+            self._order.end(key)
+            if self._held.pop(key, None) is None:
+                self._scheduler.set_request_cancellation(key)
         if known:
             self._scheduler.clear_cancelled_requests()
 
     @property
     def busy(self) -> bool:
-        return self._scheduler.has_pending_requests()
+        return bool(self._held) or self._scheduler.has_pending_requests()
 
     @property
     def prefilling(self) -> bool:
         """Whether the next step has a prompt, or part of one, to work through."""
         active = self._scheduler.active_requests.values()
-        return bool(self._scheduler.waiting_requests) or any(s.status == RequestStatus.PREFILLING for s in active)
+        waiting = bool(self._held) or bool(self._scheduler.waiting_requests)
+        return waiting or any(s.status == RequestStatus.PREFILLING for s in active)
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         self._drawn = []
+        for key in self._order.ready():
+            self._scheduler.add_waiting_request(self._held.pop(key))
         if not self._processor.prepare_next_batch():
             return []
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # what was prepared there is read on transformers' own stream
-        attention.new_step(self._spans())
+        spans = self._spans()
+        self.computed_tokens += spans[-1][1]
+        attention.new_step(spans)
         self._processor._generation_step(self._model)
         self._processor.update_batch()
         chunks: list[Chunk] = []
         for state, token, logprob in self._drawn:
             request = self._requests[state.request_id]
+            self._order.computed(state.request_id)
             start = len(state.initial_tokens) + len(state.generated_tokens) - 1 - request.prompt_tokens
             reason = None
             if state.status == RequestStatus.FINISHED:
                 reason = "stop" if token in request.sampling.stop_token_ids else "length"
                 del self._requests[state.request_id]
+                self._order.end(state.request_id)
             elif request.penalties is not None:
                 request.penalties.extend([token])
             chunks.append(Chunk(state.request_id, start, [token], [logprob], reason))
@@ -225,8 +242,9 @@ class TransformersBackend:
         active = [state.create_equivalent_initial_request() for state in self._scheduler.active_requests.values()]
         self._scheduler.reset()
         self._processor.cache.reset()
-        for state in active + waiting:
-            self._scheduler.add_waiting_request(state)
+        held, self._held, self._order = list(self._held.values()), {}, PrefillOrder(PAGE)
+        for state in active + waiting + held:
+            self._hold(state)
 
     def warm_up(self) -> None:
         """Run every kind of step on scratch memory: prefill and decode, greedy and sampled, small and full batch."""

@@ -109,6 +109,8 @@ class VllmBackend:
             raise EngineError("vLLM made no KV allocation that could be found: version mismatch")
         self.arena = _arena
         self.sealing = self._make_sealing() if spec.adopt_sealed_blocks else None
+        self.computed_tokens = 0
+        self._count_computed(self._core.scheduler)
         self._made: dict[str, int] = {}  # tokens of each request's completion so far
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_num_seqs = spec.max_num_seqs
@@ -118,6 +120,16 @@ class VllmBackend:
         executor: Any = self._core.model_executor
         runner = executor.driver_worker.worker.model_runner
         return VllmSealing(self._core.scheduler, KvBlocks(runner.kv_caches, self.arena), RowTap(runner))
+
+    def _count_computed(self, scheduler: Any) -> None:
+        schedule = scheduler.schedule
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            batch = schedule(*arguments, **named)
+            self.computed_tokens += batch.total_num_scheduled_tokens
+            return batch
+
+        scheduler.schedule = counted
 
     def submit(self, work: Work) -> None:
         """Queue a request; what is known of its completion becomes part of the prefill."""
