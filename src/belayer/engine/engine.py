@@ -178,11 +178,17 @@ class Engine:
         """
         await self._gate.end(name)
 
-    def _check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest | None = None) -> None:
+        """Raise what `generate` would raise for `request` now, before any token; without one, whether it can serve."""
         if self._closed:
             raise EngineUnavailable("the engine is closed")
         if self._fleet.failure is not None:
             raise self._fleet.failure
+        if request is not None:
+            self._check(request)
+
+    def _check(self, request: GenerationRequest) -> None:
+        self.check()
         if self._requests.has(request.id):
             raise RequestRefused(f"request {request.id}: a request with this id is in flight")
         if (reason := problem(request, self._config.max_model_len, self._model.vocab_size)) is not None:

@@ -19,29 +19,18 @@ CONTEXT = 16  # tokens of the prompt that decide how the first token of the comp
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
-class StopWatch:
-    """Looks for the stop strings of one completion while it grows."""
+class Pieces:
+    """The text of one completion, token by token; special tokens are written out."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], strings: Iterable[str]) -> None:
-        """`tokenizer` is a `tokenizers.Tokenizer`."""
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
+        """`tokenizer` is a `tokenizers.Tokenizer`; the end of the prompt decides how the first token is spelt."""
         self._tokenizer = tokenizer
-        self._strings = tuple(strings)
-        self._longest = max(map(len, self._strings))
-        self._text = ""  # the end of the completion's text, as long as a stop string's beginning could be
         self._stream = _stream(list(prompt_ids[-CONTEXT:]))
 
-    def feed(self, ids: Iterable[int]) -> int | None:
-        """`ids` follow in the completion. Returns the index among them of the token that completes a stop string."""
-        for index, token in enumerate(ids):
-            self._text += self._piece(token)
-            if any(string in self._text for string in self._strings):
-                return index
-            self._text = self._text[1 - self._longest :] if self._longest > 1 else ""
-        return None
-
-    def _piece(self, token: int) -> str:
+    def step(self, token: int) -> str:
+        """What `token` adds to the text: nothing in the middle of a character."""
         try:
-            return self._stream.step(self._tokenizer, token) or ""  # nothing yet in the middle of a character
+            return self._stream.step(self._tokenizer, token) or ""
         except Exception as error:
             # some tokenizers decode a byte sequence that is no text into something else once more of it is there,
             # and the stream loses its place: it starts again with this token
@@ -49,6 +38,26 @@ class StopWatch:
                 raise
             self._stream = _stream([])
             return self._stream.step(self._tokenizer, token) or ""
+
+
+class StopWatch:
+    """Looks for the stop strings of one completion while it grows."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], strings: Iterable[str]) -> None:
+        """`tokenizer` is a `tokenizers.Tokenizer`."""
+        self._strings = tuple(strings)
+        self._longest = max(map(len, self._strings))
+        self._text = ""  # the end of the completion's text, as long as a stop string's beginning could be
+        self._pieces = Pieces(tokenizer, prompt_ids)
+
+    def feed(self, ids: Iterable[int]) -> int | None:
+        """`ids` follow in the completion. Returns the index among them of the token that completes a stop string."""
+        for index, token in enumerate(ids):
+            self._text += self._pieces.step(token)
+            if any(string in self._text for string in self._strings):
+                return index
+            self._text = self._text[1 - self._longest :] if self._longest > 1 else ""
+        return None
 
 
 class Stopping:
@@ -64,7 +73,7 @@ class Stopping:
             return None
         loading = self._loading
         if loading is None or (loading.done() and loading.exception() is not None):  # it may be there by now
-            loading = self._loading = asyncio.ensure_future(asyncio.to_thread(_load, self._model))
+            loading = self._loading = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self._model))
         # shielded: a caller that gives up must not take the tokenizer from the others
         return StopWatch(await asyncio.shield(loading), request.prompt_ids, request.sampling.stop)
 
@@ -86,7 +95,8 @@ def _stream(ids: list[int]) -> Any:
     return DecodeStream(ids=ids, skip_special_tokens=False)
 
 
-def _load(model: Path) -> Any:
+def load_tokenizer(model: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a model folder. Raises `RequestRefused` where it has none that can be used."""
     try:
         from tokenizers import Tokenizer
 
