@@ -139,6 +139,10 @@ class RunConfig(_Section):
     durability: Literal["process", "host"] = Field(
         default="process", description="process: survives SIGKILL of every process. host: also a reboot (fsync)."
     )
+    retention: Literal["keep", "archive", "drop"] = Field(
+        default="keep",
+        description="Tool outputs of acknowledged rollouts: kept, moved to compressed files, or deleted.",
+    )
 
 
 class TrainConfig(_Section):

@@ -72,6 +72,9 @@ RESTORE_LEVEL = "restore.level"  # id, level, reason, lost (what was not brought
 
 SANDBOXES_RUNNING = "sandbox.running"  # count; emitted whenever a sandbox of the run begins or ends
 
+# retention took results out of the journal: segments, results, bytes_before, bytes_after, error
+JOURNAL_COMPACTED = "journal.compacted"
+
 # -- faults and recoveries ------------------------------------------------------------------------
 # subject of a worker's fault or recovery: "worker"; of a sandbox's: the rollout it serves
 # emitted before the blow falls, so that it precedes the detection

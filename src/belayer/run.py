@@ -7,6 +7,7 @@ import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from belayer.errors import (
     StorageFull,
 )
 from belayer.faults import failpoints
-from belayer.journal import Journal
+from belayer.journal import Compacted, Journal
 from belayer.journal import records as r
 from belayer.ownership import RunLabel
 from belayer.ownership.reap import reap
@@ -108,7 +109,12 @@ class Run:
             opened.close()
             raise
         try:
-            journal = Journal(opened.path / "journal", durability=config.run.durability)
+            journal = Journal(
+                opened.path / "journal",
+                durability=config.run.durability,
+                retention=config.run.retention,
+                compacted=_tell_compacted(sink),
+            )
         except BaseException:
             label.close()
             opened.close()
@@ -385,6 +391,24 @@ def _new_label(path: Path) -> RunLabel:
         return RunLabel.new(str(path))
     except PermissionError as error:
         raise SandboxUnavailable(f"sandboxes need root: {error}", next_step="run as root, or with sudo") from None
+
+
+def _tell_compacted(sink: events.EventSink) -> Callable[[Compacted], None]:
+    """What the journal's own thread calls after a pass of its retention."""
+    loop = asyncio.get_running_loop()
+
+    def tell(done: Compacted) -> None:
+        if done.error:
+            how = f"results of acknowledged rollouts were not removed from the journal: {done.error}"
+            event = events.Event(kind=events.FAULT_DETECTED, subject="journal", data={"fault": "journal", "how": how})
+        elif done.results:
+            event = events.Event(kind=events.JOURNAL_COMPACTED, data=msgspec.to_builtins(done))
+        else:
+            return
+        with suppress(RuntimeError):  # the loop has ended: nobody waits to hear of it
+            loop.call_soon_threadsafe(sink, event)
+
+    return tell
 
 
 def open_directory(path: Path, config: Config) -> RunDirectory:

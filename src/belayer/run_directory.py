@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from belayer.errors import RunError, RunInUse, RunVersionMismatch, StorageFull
-from belayer.files import write_atomically
+from belayer.files import make_folder_durably, write_atomically
 
 FORMAT = 1
 
@@ -43,7 +43,7 @@ class RunDirectory:
         if about is None and not (path / "run.json").is_file():
             raise RunError(f"{path} is not a run directory: it has no run.json", next_step="check the path")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder_durably(path)
             fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _explain(path, error) from None
@@ -78,6 +78,35 @@ class RunDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def driver_of(path: Path) -> tuple[int | None, bool]:
+    """(process id of the newest driver of the run in `path`, whether it lives and still holds the lock).
+
+    For readers: nothing is locked, so that a driver that starts meanwhile is not kept out.
+    """
+    lock = path / "lock"
+    try:
+        pid = int(lock.read_text().strip() or "0")
+        mine = lock.stat()
+    except (OSError, ValueError):
+        return None, False
+    if pid <= 0:
+        return None, False
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return pid, True  # somebody else's process: all that can be said is that it is there
+    except OSError:
+        return pid, False
+    for name in names:
+        try:
+            found = os.stat(f"/proc/{pid}/fd/{name}")
+        except OSError:  # closed in between, or a socket of another namespace
+            continue
+        if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
+            return pid, True
+    return pid, False
 
 
 def _read_about(path: Path) -> dict[str, Any] | None:

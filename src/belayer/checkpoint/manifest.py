@@ -16,6 +16,7 @@ import msgspec
 from belayer.checkpoint.host import Host
 from belayer.errors import CheckpointDamaged
 from belayer.faults import failpoints
+from belayer.files import sync_folder
 
 FORMAT = 2
 Durability = Literal["process", "host"]
@@ -136,12 +137,3 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         return msgspec.convert(fields, Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointDamaged(f"the manifest {where} is damaged: {error}") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -17,7 +17,7 @@ from pathlib import Path
 import google_crc32c
 
 from belayer.errors import JournalCorrupt, RunVersionMismatch
-from belayer.journal.records import FORMAT
+from belayer.journal.records import FORMAT, READABLE
 
 MAGIC = b"BLYJ"
 SEGMENT_HEADER = struct.Struct("<4sHHQ")
@@ -42,7 +42,7 @@ def _checksum(length: int, seq: int, payload: bytes) -> int:
     return google_crc32c.extend(google_crc32c.value(_SEALED.pack(length, seq)), payload)
 
 
-def _frame_at(data: bytes, offset: int) -> tuple[int, bytes] | None:
+def frame_at(data: bytes, offset: int) -> tuple[int, bytes] | None:
     """(seq, payload) of the whole, valid frame at `offset`, or None."""
     start = offset + FRAME_HEADER.size
     if start > len(data):
@@ -67,9 +67,9 @@ def read_segment(path: Path, data: bytes, expected_seq: int, *, last: bool) -> I
     magic, version, _, first_seq = SEGMENT_HEADER.unpack_from(data)
     if magic != MAGIC:
         raise JournalCorrupt(f"{path}: this is not a journal segment", kept="all earlier segments")
-    if version != FORMAT:
+    if version not in READABLE:
         raise RunVersionMismatch(
-            f"{path}: journal format {version}, this Belayer reads format {FORMAT}",
+            f"{path}: journal format {version}, this Belayer reads {' and '.join(map(str, READABLE))}",
             kept="the journal, untouched",
             next_step="use the version of Belayer that wrote it",
         )
@@ -77,7 +77,7 @@ def read_segment(path: Path, data: bytes, expected_seq: int, *, last: bool) -> I
         raise JournalCorrupt(f"{path}: starts with record {first_seq} where record {expected_seq} must follow")
     offset = SEGMENT_HEADER.size
     while offset < len(data):
-        found = _frame_at(data, offset)
+        found = frame_at(data, offset)
         if found is None or found[0] != expected_seq:
             if last and found is None and not _any_frame_after(data, offset + 1, expected_seq):
                 return
@@ -97,6 +97,6 @@ def _any_frame_after(data: bytes, offset: int, seq: int) -> bool:
     for at in range(offset, len(data) - FRAME_HEADER.size + 1):
         length, _, found = FRAME_HEADER.unpack_from(data, at)
         # the cheap test first: a checksum at every byte would be quadratic
-        if seq <= found <= seq + len(data) and at + FRAME_HEADER.size + length <= len(data) and _frame_at(data, at):
+        if seq <= found <= seq + len(data) and at + FRAME_HEADER.size + length <= len(data) and frame_at(data, at):
             return True
     return False

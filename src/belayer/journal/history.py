@@ -22,6 +22,7 @@ from belayer.journal.records import (
     CheckpointSkipped,
     ContextTruncated,
     EnvRestored,
+    PolicyChanged,
     RolloutFailed,
     RolloutFinished,
     RolloutStarted,
@@ -112,7 +113,7 @@ class History:
                 self._call(record.call, "value", record.what).value = record.value
             case CheckpointPublished():
                 self.checkpoints.append(Checkpoint(record.k, record.id, record.level, record.context_hash))
-            case CheckpointSkipped():
+            case CheckpointSkipped() | PolicyChanged():
                 pass
             case EnvRestored():
                 self.generation = record.g
@@ -149,6 +150,11 @@ class History:
         if record.call != len(self.calls) - 1 or last is None or last.kind != "generate" or last.finish:
             raise JournalCorrupt(f"rollout {self.rollout}: call {record.call} is no unfinished turn and was voided")
         self.calls.pop()
+
+    def forget_results(self) -> None:
+        """Let go of what actions returned: retention keeps it no longer than until the acknowledgement."""
+        for call in self.calls:
+            call.result = None
 
     # -- questions --------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 Records are msgspec structs in a tagged union, encoded as MessagePack maps, so that a field can be added later without
 breaking old journals. `FORMAT` is raised when an old reader could misunderstand a new journal, and when a completion
-of an old one would not be continued as it was begun: 2 has another sampling noise, and turns can be voided.
+of an old one would not be continued as it was begun: 2 has another sampling noise, and turns can be voided; 3 has
+`PolicyChanged`, and results that retention took away. docs/journal.md describes all of it for people.
 
 Numbers: `k` counts the actions of a rollout from 1; 0 is the state before any action. `g` is the generation of the
 environment: it is raised by every restore, and an exec of an older generation is refused. Positions count token ids
@@ -15,7 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, 3)  # 2 has nothing that 3 has not
 
 # reason of a restore that only a restart of the driver made necessary; it costs no rollout any of its budget
 DRIVER_RESTARTED = "the driver was restarted"
@@ -71,7 +73,10 @@ class ActionIntended(Record, frozen=True, kw_only=True):
 
 
 class ActionCompleted(Record, frozen=True, kw_only=True):
-    """Action `k` has completed; `observed` is the digest that a replay must reproduce."""
+    """Action `k` has completed; `observed` is the digest that a replay must reproduce.
+
+    `result` is what `recovery.actions.to_journal` made of it, or what `gone` says when retention took it away.
+    """
 
     call: int
     k: int
@@ -106,6 +111,14 @@ class CheckpointSkipped(Record, frozen=True, kw_only=True):
 
     k: int
     why: str
+
+
+class PolicyChanged(Record, frozen=True, kw_only=True):
+    """From here on, with action `k` completed, the checkpoint policy `policy` decides, and not `was` any more."""
+
+    k: int
+    policy: str
+    was: str
 
 
 class EnvRestored(Record, frozen=True, kw_only=True):
@@ -156,9 +169,32 @@ AnyRecord = (
     | ValueDrawn
     | CheckpointPublished
     | CheckpointSkipped
+    | PolicyChanged
     | EnvRestored
     | ContextTruncated
     | RolloutFinished
     | RolloutFailed
     | Acknowledged
 )
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """Stands in an `ActionCompleted` for a result that retention took away.
+
+    `size`: bytes of the result as it was encoded; `archived`: it is in the archive beside the segment.
+    """
+
+    size: int
+    archived: bool
+
+
+def gone_result(gone: Gone) -> dict[str, Any]:
+    """`gone` as the `result` of an `ActionCompleted`."""
+    return {"gone": msgspec.to_builtins(gone)}
+
+
+def result_gone(result: Any) -> Gone | None:
+    """What retention left of this `result`, or None: it is all there."""
+    if isinstance(result, dict) and set(result) == {"gone"}:
+        return msgspec.convert(result["gone"], Gone)
+    return None

@@ -7,17 +7,23 @@ end. Opening for writing cuts that tail off (it was never acknowledged to anybod
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from belayer.errors import JournalCorrupt, JournalError, StorageFull
+from belayer.errors import JournalCorrupt, JournalError, RunInUse, RunVersionMismatch, StorageFull
+from belayer.faults import failpoints
+from belayer.files import sync_folder
+from belayer.journal import archive
 from belayer.journal.framing import SEGMENT_HEADER, frame, read_segment, segment_header
-from belayer.journal.records import AnyRecord
+from belayer.journal.records import ActionCompleted, AnyRecord, result_gone
 
 SEGMENT_BYTES = 64 << 20
+LOCK = "lock"
+TEMPORARY = ".tmp"
 _decoder = msgspec.msgpack.Decoder(AnyRecord)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -26,51 +32,131 @@ def segment_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.seg"))
 
 
-def scan(folder: Path) -> Iterator[AnyRecord]:
+def encode(record: AnyRecord) -> bytes:
+    """The payload of its frame."""
+    return _encoder.encode(record)
+
+
+def decode(payload: bytes, path: Path, seq: int) -> AnyRecord:
+    """Raises `RunVersionMismatch` for a kind of record that only a later version knows, else `JournalCorrupt`."""
+    try:
+        return _decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        kind = _kind(payload)
+        if kind is not None and kind not in _KINDS:
+            raise RunVersionMismatch(
+                f"{path}: record {seq} is a {kind}, which this Belayer does not know",
+                kept="the journal, untouched",
+                next_step="use the version of Belayer that wrote it",
+            ) from None
+        raise JournalCorrupt(f"{path}: record {seq} cannot be understood: {error}") from None
+
+
+_KINDS = frozenset(kind.__name__ for kind in AnyRecord.__args__)
+
+
+def _kind(payload: bytes) -> str | None:
+    try:
+        found = msgspec.msgpack.decode(payload)
+    except msgspec.DecodeError:
+        return None
+    kind = found.get("type") if isinstance(found, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def scan(folder: Path, *, archived: bool = False) -> Iterator[AnyRecord]:
     """Every whole record, oldest first. Safe beside a live writer: what is not whole yet is not there yet.
 
-    Raises `JournalCorrupt` for damage anywhere but in the torn tail.
+    `archived`: results that retention moved to an archive are put back. Raises `JournalCorrupt` for damage anywhere but
+    in the torn tail, then also for damage of an archive.
     """
-    for _, record in _scan_with_ends(folder):
-        yield record
+    held: dict[int, bytes] = {}
+    segment: Path | None = None
+    for path, seq, _, record in _scan(folder):
+        gone = result_gone(record.result) if archived and isinstance(record, ActionCompleted) else None
+        if gone is None or not gone.archived:
+            yield record
+            continue
+        if path != segment:
+            segment, held = path, archive.read(archive.beside(path))
+        if seq not in held:
+            where = archive.beside(path)
+            raise JournalCorrupt(f"{where}: the result of record {seq} is not in it", kept="the journal itself")
+        yield decode(held[seq], path, seq)
 
 
-def _scan_with_ends(folder: Path) -> Iterator[tuple[tuple[Path, int], AnyRecord]]:
-    seq = 0
+def _scan(folder: Path) -> Iterator[tuple[Path, int, int, AnyRecord]]:
+    """(segment, seq, end offset, record) of all."""
+    expected = 0
     files = segment_files(folder)
     for index, path in enumerate(files):
         last = index == len(files) - 1
-        for seq_here, end, payload in read_segment(path, path.read_bytes(), seq, last=last):
-            try:
-                record = _decoder.decode(payload)
-            except msgspec.DecodeError as error:
-                raise JournalCorrupt(f"{path}: record {seq_here} cannot be understood: {error}") from None
-            yield (path, end), record
-            seq = seq_here + 1
+        for seq, end, payload in read_segment(path, path.read_bytes(), expected, last=last):
+            yield path, seq, end, decode(payload, path, seq)
+            expected = seq + 1
 
 
 class SegmentWriter:
-    """Appends records. There must be one writer per folder; the run directory's lock sees to that.
+    """Appends records. One writer per folder: it holds a lock on it, which the kernel drops with its holder.
 
     `durability="host"` makes `append` wait until the record is on disk; with "process" a record survives the death of
-    every process, but not of the host. `torn_bytes` is what was cut off when the journal was opened.
+    every process, but not of the host. `seen` is called with every record that is there already; without it they are
+    kept in `records`. `torn_bytes` is what was cut off when the journal was opened. Raises `RunInUse`, `StorageFull`,
+    `JournalCorrupt`, `RunVersionMismatch`.
     """
 
-    def __init__(self, folder: Path, *, durability: str = "process", segment_bytes: int = SEGMENT_BYTES) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        durability: str = "process",
+        segment_bytes: int = SEGMENT_BYTES,
+        seen: Callable[[AnyRecord], None] | None = None,
+    ) -> None:
+        self._fd = self._lock_fd = -1
         self._folder = folder
         self._sync = durability == "host"
         self._segment_bytes = segment_bytes
         self.records: list[AnyRecord] = []
         self.torn_bytes = 0
+        self.rotations = 0  # segments that became full since somebody set this to 0
         self._failed = ""
         self._seq = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._explain(error) from error
+        try:
+            self._lock()
+            for leftover in folder.glob(f"*{TEMPORARY}"):
+                leftover.unlink(missing_ok=True)  # of a compaction that was killed
+            self._open(seen or self.records.append)
+            if self._sync:
+                os.fsync(self._fd)
+                sync_folder(folder)
+                sync_folder(folder.absolute().parent)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunInUse(
+                f"the journal in {self._folder} has a writer already",
+                kept="everything; nothing was touched",
+                next_step="wait for it or stop it",
+            ) from None
+
+    def _open(self, seen: Callable[[AnyRecord], None]) -> None:
         end: tuple[Path, int] | None = None
-        for place, record in _scan_with_ends(folder):
-            end = place
-            self.records.append(record)
-            self._seq += 1
-        files = segment_files(folder)
+        for path, seq, offset, record in _scan(self._folder):
+            end = (path, offset)
+            self._seq = seq + 1
+            seen(record)
+        files = segment_files(self._folder)
         if files:
             self._continue(files[-1], end)
         else:
@@ -91,7 +177,20 @@ class SegmentWriter:
         os.lseek(self._fd, keep, os.SEEK_SET)
         self._size = keep
 
-    def _rotate(self) -> None:
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    @property
+    def empty(self) -> bool:
+        """Has the current segment no record yet?"""
+        return self._size <= SEGMENT_HEADER.size
+
+    def sealed(self) -> list[Path]:
+        """The segments that are never written to again, oldest first."""
+        return segment_files(self._folder)[:-1]
+
+    def rotate(self) -> None:
         """Go on in a new segment; when that fails, stay in the old one."""
         old_fd, old_size = self._fd, self._size
         try:
@@ -107,6 +206,7 @@ class SegmentWriter:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise self._explain(error) from error
+        failpoints.hit("journal.segment.created")
         self._size = 0
         try:
             self._write(segment_header(self._seq))
@@ -114,10 +214,9 @@ class SegmentWriter:
             os.close(self._fd)
             path.unlink()  # a segment without its header would stand in the way
             raise
+        failpoints.hit("journal.segment.headed")
         if self._sync:
-            folder_fd = os.open(self._folder, os.O_RDONLY)
-            os.fsync(folder_fd)
-            os.close(folder_fd)
+            sync_folder(self._folder)
 
     def append(self, record: AnyRecord) -> int:
         """Write one record and return its sequence number.
@@ -132,17 +231,22 @@ class SegmentWriter:
                 next_step="repair the disk, then `belayer resume` the run",
             )
         if self._size >= self._segment_bytes:
-            self._rotate()
-        self._write(frame(self._seq, _encoder.encode(record)))
+            self.rotate()
+            self.rotations += 1
+        self._write(frame(self._seq, encode(record)))
         self._seq += 1
         if self._sync:
-            try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                # what is on the disk is unknown now, and asking again would not tell (fsync reports an error once)
-                self._failed = str(error)
-                raise JournalError(f"the journal in {self._folder} cannot be synced: {error}") from error
+            self.sync()
         return self._seq - 1
+
+    def sync(self) -> None:
+        """Return when every record of the current segment survives a reboot. Raises `JournalError`."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            # what is on the disk is unknown now, and asking again would not tell (fsync reports an error once)
+            self._failed = str(error)
+            raise JournalError(f"the journal in {self._folder} cannot be synced: {error}") from error
 
     def _write(self, data: bytes) -> None:
         try:
@@ -168,5 +272,13 @@ class SegmentWriter:
     def close(self) -> None:
         if self._fd >= 0:
             os.fdatasync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = -1
+
+    def __del__(self) -> None:
+        self._let_go()  # one that was dropped without `close` must not keep others out

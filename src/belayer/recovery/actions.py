@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from belayer.errors import SandboxLost
+from belayer.journal import result_gone
 from belayer.sandbox import ExecResult, Sandbox
 
 
@@ -110,7 +111,9 @@ def to_journal(result: Any) -> Any:
 
 
 def from_journal(data: Any) -> Any:
-    """The inverse of `to_journal`."""
+    """The inverse of `to_journal`; a `Gone` where retention took the result away."""
+    if (gone := result_gone(data)) is not None:
+        return gone
     if "exec" in data:
         return msgspec.convert(data["exec"], ExecResult, builtin_types=(bytes,))
     if "failed" in data:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import google_crc32c
 
-from belayer.checkpoint.manifest import ImageFile, sync_folder
+from belayer.checkpoint.manifest import ImageFile
 from belayer.errors import CheckpointDamaged
 from belayer.faults import failpoints
+from belayer.files import sync_folder
 
 BLOCK = 1 << 20
 IN_FLIGHT = 8 << 20  # bytes written and not yet on the disk; more would make others' fsync wait for ours

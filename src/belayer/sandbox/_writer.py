@@ -18,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from belayer.checkpoint.manifest import Manifest, sync_folder, write_manifest
+from belayer.checkpoint.manifest import Manifest, write_manifest
 from belayer.errors import BelayerError, StorageFull
 from belayer.faults import failpoints
+from belayer.files import sync_folder
 from belayer.sandbox import _btrfs
 from belayer.sandbox._data import RunData
 from belayer.sandbox._image_files import copy_images, sync_images
