@@ -1,14 +1,81 @@
-"""What protection costs while nothing fails: the rollout engine against the same vLLM without Belayer, in pairs."""
+"""What protection costs while nothing fails, in pairs: whole rollouts, or the rollout engine alone.
+
+`belayer bench overhead` runs the same rollouts with Belayer and without (`_rollout_overhead.py`), `--turns` one half of
+it; `--engine` compares the engine's tokens per second with vLLM's alone (`_engine_overhead.py`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
 
 from ._engine_overhead import overhead
+from ._rollout_overhead import TARGET_HIDDEN, rollout_overhead
+from .calibration import show_calibration
 from .worker import workloads
 
+Turns = Literal["waits", "inference"]
 
-def bench(quick: bool) -> dict[str, Any]:
+
+def bench(quick: bool, engine: bool = False, turns: Turns | None = None, scale: float | None = None) -> dict[str, Any]:
     """Run it; the result is in the form of every bench."""
-    cells = overhead(workloads().models, quick)
+    models = workloads().models
+    if engine:
+        cells = overhead(models, quick)
+    else:
+        kinds: tuple[Turns, ...] = (turns,) if turns else ("waits", "inference")
+        cells = [rollout_overhead(kind, models, quick, scale) for kind in kinds]
     return {"ok": not any(value for cell in cells for value in cell["checks"].values()), "cells": cells}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The overhead with its intervals, and where it goes."""
+    table = Table("workload", "against", "overhead", "95% sign test", "95% bootstrap", "pairs", "target")
+    for cell in result["cells"]:
+        for number, (name, found) in enumerate(cell["overhead"].items()):
+            low, high = found["bootstrap"]
+            table.add_row(
+                cell["workload"] if not number else "",
+                name,
+                f"{found['median']:+.2%}",
+                f"{found['low']:+.2%} to {found['high']:+.2%}",
+                f"{low:+.2%} to {high:+.2%}",
+                str(found["pairs"]),
+                f"{found['target']:.0%}: {'met' if found['within_target'] else 'missed'}",
+            )
+    console.print(table)
+    for cell in result["cells"]:
+        if "phases_us_per_token" in cell:
+            _show_engine(cell, console)
+        else:
+            _show_rollouts(cell, console)
+
+
+def _show_engine(cell: dict[str, Any], console: Console) -> None:
+    where = ", ".join(f"{name} {value:.1f}" for name, value in cell["phases_us_per_token"].items())
+    console.print(f"{cell['workload']}: microseconds of a token: {where}")
+
+
+def _show_rollouts(cell: dict[str, Any], console: Console) -> None:
+    found, journal = cell["checkpoints"], cell["journal"]
+    console.print(f"[bold]{cell['workload']}")
+    line = (
+        f"  {found['turns']} turns: {found['taken']} checkpoints taken, {found['skipped']} skipped by the policy, "
+        f"{found['abandoned']} abandoned; journal {journal['seconds_per_batch'] * 1e3:.1f} ms a batch, "
+        f"{journal['s_per_record'] * 1e6:.0f} us a record"
+    )
+    console.print(line)
+    if found["taken"]:
+        console.print(
+            f"  checkpoints: {found['median_s'] * 1e3:.0f} ms each, {found['seconds']:.2f} s in all, "
+            f"{found['exposed_s'] * 1e3:.1f} ms of it exposed: {found['hidden']:.2%} hidden "
+            f"(target {TARGET_HIDDEN:.0%}: {'met' if found['hidden'] >= TARGET_HIDDEN else 'missed'})"
+        )
+    by_scale = cell["hidden_by_scale"]
+    shown = ", ".join(f"{k}: {v:.2%}" for k, v in by_scale["measured"].items() if v is not None)
+    console.print(f"  hidden by scale of the turns, measured: {shown}")
+    shown = ", ".join(f"{k}: {v:.2%}" for k, v in by_scale["computed_if_always"].items())
+    console.print(f"  the same, computed, were a checkpoint taken at every turn: {shown}")
+    show_calibration(cell["calibration"], console)

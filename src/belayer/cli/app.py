@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -87,19 +87,31 @@ def bench(
         bool, Parameter(negative="", help="Fewer samples and workloads; ends within about a minute.")
     ] = False,
     json: Annotated[Path | None, Parameter(help="Write machine, versions and every sample to this file.")] = None,
-    engine: Annotated[bool | None, Parameter(negative="", help="faults: strike the rollout engine.")] = None,
+    engine: Annotated[
+        bool | None, Parameter(negative="", help="faults: strike the rollout engine. overhead: measure it alone.")
+    ] = None,
     sandbox: Annotated[bool | None, Parameter(negative="", help="faults: kill and restore sandboxes.")] = None,
     faults: Annotated[int | None, Parameter(help="faults: how many; default 1,000 (rounds: 500), quick 40.")] = None,
     seed: Annotated[int | None, Parameter(help="faults: which ones, and when; default 0.")] = None,
     resume: Annotated[
         bool | None, Parameter(negative="", help="faults: go on with a campaign that was stopped.")
     ] = None,
-    run: Annotated[Path | None, Parameter(help="policy: the turns of this `train` run instead of drawn ones.")] = None,
+    run: Annotated[
+        Path | None,
+        Parameter(help="policy: the turns of this `train` run instead of drawn ones. calibration: the run to look at."),
+    ] = None,
+    turns: Annotated[
+        Literal["waits", "inference"] | None, Parameter(help="overhead: only turns that are waits, or real ones.")
+    ] = None,
+    scale: Annotated[
+        float | None, Parameter(help="overhead, e2e: turns last so much of their published length.")
+    ] = None,
+    train: Annotated[bool | None, Parameter(negative="", help="e2e: train a model instead of replaying turns.")] = None,
 ) -> int:
     """Measure recovery against its baselines, or strike with random faults, in one command.
 
-    NAME is `worker`, `env`, `overhead`, `faults` or `policy` (simulated). Exits non-zero when a correctness check
-    inside fails; the figures themselves never fail it.
+    NAME is `worker`, `env`, `overhead`, `e2e`, `faults`, `policy` (simulated) or `calibration`. Exits non-zero when a
+    correctness check inside fails; the figures themselves never fail it.
 
     Example: `belayer bench faults --engine --quick`
     """
@@ -115,6 +127,9 @@ def bench(
         seed=seed,
         resume=resume,
         run=run,
+        turns=turns,
+        scale=scale,
+        train=train,
     )
 
 
