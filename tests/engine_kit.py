@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from safetensors.torch import save_file
 
 from belayer.config import EngineConfig
 from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk
+from belayer.engine.prebuild import build_image
+from belayer.ownership import RunLabel
 
 VOCABULARY = 1000  # not a multiple of 64: vLLM pads it
 
@@ -85,16 +90,53 @@ def random_weights(*, tied: bool = False, seed: int = 0) -> Iterator[tuple[str, 
         yield "lm_head.weight", normal(VOCABULARY, 128)
 
 
+KEYED = {"backend", "dtype", "device", "max_model_len", "max_num_seqs", "kv_bytes", "batch_invariant", "threads"}
+KEYED |= {"adopt_sealed_blocks"}
+
+
 def engine_config(model: Path, **changes: Any) -> EngineConfig:
+    """An engine that starts its workers from an image, in a second, where the suite has one for these settings.
+
+    A test that is about images, or about workers that are started without one, says so with `images=`.
+    """
     settings: dict[str, Any] = {
         "model": model,
         "max_model_len": 512,
         "max_num_seqs": 8,
         "kv_bytes": 32 << 20,
         "hang_s": 1.5,
-        "images": False,  # a test that wants its workers from an image says so
     }
+    if "images" not in changes:
+        settings["images"] = not KEYED & changes.keys() and has_image((model / "config.json").read_text())
     return EngineConfig(**(settings | changes))
+
+
+@functools.cache
+def has_image(model_config: str) -> bool:
+    """Whether engines with the settings above can start from an image; it is built, once, if there is none yet.
+
+    Only for the untied model: what few tests use is not worth an image.
+    """
+    found: list[bool] = []
+
+    async def build(folder: Path) -> None:
+        model = make_model(folder / "model")
+        if (model / "config.json").read_text() != model_config:
+            found.append(False)
+            return
+        with RunLabel.new("test engine image") as label:
+            reason = await build_image(engine_config(model, images=True), label)
+        found.append(not reason)
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(build(Path(folder)))
+
+    # a thread of its own: tests ask for a configuration inside an event loop too
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def requests(count: int, max_tokens: int = 40, *, tag: str = "r") -> list[GenerationRequest]:

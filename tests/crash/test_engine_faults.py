@@ -89,7 +89,7 @@ def test_every_fault_of_one_engine(model: Path) -> None:
         events: list[ev.Event] = []
         with RunLabel.new("test engine faults") as label:
             sink = ev_sink(events)
-            engine = await Engine.start(engine_config(model), label, events=sink, policy_version=3)
+            engine = await Engine.start(engine_config(model, images=False), label, events=sink, policy_version=3)
             try:
                 await live_through(Watched(engine, events))
             finally:

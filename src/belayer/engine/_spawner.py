@@ -104,6 +104,10 @@ class Spawner:
         """Tell whether the engine has all its protection and nothing to recover: then an image may be built."""
         self.images.quiet(quiet, lambda: self._spec(wanted()))
 
+    async def build_image(self, wanted: Wanted, timeout_s: float) -> str:
+        """Make sure that there is an image to start workers from; returns why there is none, or "" if there is."""
+        return await self.images.build_now(self._spec(wanted), timeout_s)
+
     def _spec(self, wanted: Wanted) -> Spec:
         return Spec(
             generation=wanted.generation,

@@ -38,6 +38,7 @@ from belayer.ownership import RunLabel
 QUIET_S = 10.0  # how long an engine must have been protected before an image is built beside it
 BUILD_NICE = 19
 BUILD_ATTEMPTS = 3  # builds that a recovery cut short
+BUSY_S = 0.5  # between two looks at an image that another run builds
 RARELY_S = 3600.0
 _FENCE_S = 10.0
 
@@ -172,11 +173,41 @@ class Depot:
         if (failed := self._store.failure(self._key)) is not None:
             self._give_up(f"no image could be built lately: {failed}")
             return
+        log = self._start_builder(self._key, self._spec, BUILD_NICE)
+        assert self._builder is not None
+        self._builder.on_exit(lambda how: self._built(log, how))
+
+    async def build_now(self, spec: Spec, timeout_s: float) -> str:
+        """Have the image built, at full priority, and wait for it. Returns why there is none; empty: there is one."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while await self.find() is None:
+            if self.why_not or self._key is None:
+                return self.why_not
+            log = self._start_builder(self._key, spec, 0)
+            assert self._builder is not None
+            exited: asyncio.Future[str] = loop.create_future()
+            self._builder.on_exit(exited.set_result)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    how = await exited
+                    self._builder = None
+                    outcome = outcome_of(log)
+                    if outcome is not None and outcome.state == "busy":
+                        await asyncio.sleep(BUSY_S)
+                        continue
+            except TimeoutError:
+                return f"there is none after {timeout_s:g} s (see {log})"  # `close` ends the builder
+            if outcome is None or outcome.state not in ("built", "exists"):
+                return f"{outcome.reason if outcome else how} (see {log})"
+        return ""
+
+    def _start_builder(self, key: Key, spec: Spec, nice: int) -> Path:
         self._builds += 1
         request = Request(
-            key=self._key.parts,
+            key=key.parts,
             spec=msgspec.structs.replace(
-                self._spec, generation=0, owner_socket="", fill=True, nice=0, policy_version=0, warm=False
+                spec, generation=0, owner_socket="", fill=True, nice=0, policy_version=0, warm=False
             ),
             vocab_size=self._model.vocab_size,
             env=self._env,
@@ -185,12 +216,12 @@ class Depot:
             label=self._label.name,
             work=str(self._label.dir / "engine-image" / f"build-{self._builds}"),
             start_timeout_s=self._config.start_timeout_s,
-            nice=BUILD_NICE,
+            nice=nice,
         )
         log = self._log_dir / f"image-{self._builds}.log"
         self._builder = start_builder(request, self._env, log)
         self._say("building")
-        self._builder.on_exit(lambda how: self._built(log, how))
+        return log
 
     def _built(self, log: Path, how: str) -> None:
         self._builder = None
