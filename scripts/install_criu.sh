@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Provide a CRIU that works on current kernels, and print its path as the last line.
 #
-#   scripts/install_criu.sh            -> <cache>/criu-<version>/sbin/criu, or the system's own criu
+#   scripts/install_criu.sh            -> <cache>/criu-<version>-<patches>/sbin/criu, or the system's own criu
+#   scripts/install_criu.sh --build    builds one even where the system's own works: it has our patches and is faster
 #
 # Debian 12's 3.17 and 13's 4.1 fail on kernels of 2025 (docs/decisions/0002): 4.2 or newer is needed. A system criu of
 # that version is preferred when it can really dump and restore a process here. Otherwise the source of Debian sid is
@@ -12,6 +13,8 @@ set -euo pipefail
 PINNED_VERSION=4.2.1
 PINNED_SHA256=29ec0ee09e296479fe7048c80980e8ef1d0684d0b0204c2b101dfea19f6725b9
 CACHE="${BELAYER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/belayer}"
+PATCHES="$(cd "$(dirname "$0")" && pwd)/criu-patches" # docs/decisions/0024; any other CRIU works too, only slower
+PATCHED="$(cat "$PATCHES"/*.patch | sha256sum | head -c 8)" # what was built with other patches is built anew
 BUILD_PACKAGES=(build-essential pkg-config libprotobuf-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler
   libnl-3-dev libcap-dev libnet1-dev libbsd-dev uuid-dev)
 
@@ -54,13 +57,19 @@ finish() { # PATH
   exit 0
 }
 
-if [ -f "$CACHE/criu.path" ] && [ -x "$(cat "$CACHE/criu.path")" ] && version_ok "$(cat "$CACHE/criu.path")"; then
-  finish "$(cat "$CACHE/criu.path")"
+chosen="$(cat "$CACHE/criu.path" 2>/dev/null || true)"
+case "$chosen" in
+"$CACHE"/criu-*-"$PATCHED"/*) ;;
+"$CACHE"/*) chosen='' ;;
+*) [ "${1:-}" != --build ] || chosen='' ;;
+esac
+if [ -n "$chosen" ] && [ -x "$chosen" ] && version_ok "$chosen"; then
+  finish "$chosen"
 fi
 [ "$(id -u)" = 0 ] || fail "must run as root (checkpointing needs it)"
 
 system="$(command -v criu || true)"
-if [ -n "$system" ]; then
+if [ -n "$system" ] && [ "${1:-}" != --build ]; then
   if version_ok "$system" && really_works "$system"; then
     say "using the system's $system"
     finish "$system"
@@ -102,7 +111,7 @@ read -r quoted file _size checksum <<<"$listing"
 url="${quoted//\'/}"
 version="${file#criu_}"
 version="${version%.orig.tar.*}"
-target="$CACHE/criu-$version"
+target="$CACHE/criu-$version-$PATCHED"
 
 say "fetching criu $version"
 /usr/lib/apt/apt-helper "${apt_options[@]}" download-file "$url" "$work/source/$file" "$checksum" >/dev/null ||
@@ -112,6 +121,15 @@ if [ "$version" = "$PINNED_VERSION" ]; then
 fi
 tar -C "$work/source" -xf "$work/source/$file"
 tree="$(find "$work/source" -mindepth 1 -maxdepth 1 -type d | head -n 1)"
+
+command -v patch >/dev/null || fail "the program patch is missing: install the package patch"
+for change in "$PATCHES"/*.patch; do
+  if patch -d "$tree" -p1 --dry-run --force --fuzz=0 <"$change" >/dev/null; then
+    patch -d "$tree" -p1 --force --fuzz=0 <"$change" >/dev/null
+  else # a newer version than the pinned one: it works without, only slower
+    say "criu $version goes without ${change##*/}"
+  fi
+done
 
 say "building criu $version (about half a minute)"
 # RUNDIR on tmpfs: the kernel's features are probed once per boot, not on every call (-26 ms each).
