@@ -13,6 +13,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import google_crc32c
@@ -86,7 +87,8 @@ def replace_durably(path: Path, content: bytes, failpoint: str) -> None:
         failpoints.hit(failpoint)
         os.replace(fresh, path)
     except BaseException:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):
+            fresh.unlink()
         raise
     sync_folder(path.parent)
 

@@ -19,7 +19,7 @@ import msgspec
 from belayer.errors import JournalError
 from belayer.faults import failpoints
 from belayer.journal import archive
-from belayer.journal.framing import SEGMENT_HEADER, frame, read_segment, segment_header
+from belayer.journal.framing import NO_RESULTS, SEGMENT_HEADER, frame, read_segment, segment_header
 from belayer.journal.records import ActionCompleted, Gone, gone_result, result_gone
 from belayer.journal.segments import decode, encode
 
@@ -58,29 +58,36 @@ def compact(segments: Collection[Path], acknowledged: Collection[str], retention
 
 
 def _compact_one(path: Path, acknowledged: Collection[str], *, keep: bool) -> Compacted:
-    data = path.read_bytes()
+    with open(path, "rb") as file:
+        head = file.read(SEGMENT_HEADER.size)
+        if len(head) == SEGMENT_HEADER.size and SEGMENT_HEADER.unpack(head)[2] & NO_RESULTS:
+            return Compacted()  # done in an earlier pass
+        data = head + file.read()
     first_seq = SEGMENT_HEADER.unpack_from(data)[3]
-    parts = [segment_header(first_seq)]
+    frames: list[bytes] = []
     taken: dict[int, bytes] = {}
-    count = 0
+    count = left_over = 0
     for seq, _, payload in read_segment(path, data, first_seq, last=False):
         count += 1
         left = payload
         record = decode(payload, path, seq)
-        if isinstance(record, ActionCompleted) and record.rollout in acknowledged and not result_gone(record.result):
-            taken[seq] = payload
-            gone = Gone(len(msgspec.msgpack.encode(record.result)), keep)
-            left = encode(msgspec.structs.replace(record, result=gone_result(gone)))
-        parts.append(frame(seq, left))
-    if not taken:
+        if isinstance(record, ActionCompleted) and not result_gone(record.result):
+            if record.rollout in acknowledged:
+                taken[seq] = payload
+                gone = Gone(len(msgspec.msgpack.encode(record.result)), keep)
+                left = encode(msgspec.structs.replace(record, result=gone_result(gone)))
+            else:
+                left_over += 1
+        frames.append(frame(seq, left))
+    if not taken and left_over:
         return Compacted()
     held = archive.beside(path)
     before = len(data) + (held.stat().st_size if held.exists() else 0)
-    if keep:
+    if keep and taken:
         earlier = archive.read(held) if held.exists() else {}
         archive.write(held, first_seq, {**earlier, **taken})
         failpoints.hit("journal.archive.renamed")
-    fresh = b"".join(parts)
+    fresh = segment_header(first_seq, 0 if left_over else NO_RESULTS) + b"".join(frames)
     _check(path, fresh, first_seq, count)
     archive.replace_durably(path, fresh, "journal.compact.written")
     failpoints.hit("journal.compact.renamed")

@@ -1,8 +1,9 @@
 """How a record lies in a segment file.
 
-    segment = b"BLYJ" u16 format  u16 zero  u64 first-seq   (16 bytes, little endian)
+    segment = b"BLYJ" u16 format  u16 flags  u64 first-seq   (16 bytes, little endian)
     frame   = u32 payload-length  u32 crc32c(length, seq, payload)  u64 seq  payload
 
+Of the flags a reader needs none; `NO_RESULTS` says that retention has nothing more to do in this segment.
 `seq` counts the frames of the whole journal from 0 without gaps, so that a lost, repeated or moved frame is seen even
 when its own checksum is right. A writer that is killed in the middle of a write leaves a *torn tail*: bytes after the
 last whole frame with no whole frame behind them. A bad frame with whole frames behind it is damage, not a torn tail.
@@ -20,14 +21,15 @@ from belayer.errors import JournalCorrupt, RunVersionMismatch
 from belayer.journal.records import FORMAT, READABLE
 
 MAGIC = b"BLYJ"
+NO_RESULTS = 1
 SEGMENT_HEADER = struct.Struct("<4sHHQ")
 FRAME_HEADER = struct.Struct("<IIQ")
 _SEALED = struct.Struct("<IQ")
 MAX_PAYLOAD = 64 << 20
 
 
-def segment_header(first_seq: int) -> bytes:
-    return SEGMENT_HEADER.pack(MAGIC, FORMAT, 0, first_seq)
+def segment_header(first_seq: int, flags: int = 0) -> bytes:
+    return SEGMENT_HEADER.pack(MAGIC, FORMAT, flags, first_seq)
 
 
 def frame(seq: int, payload: bytes) -> bytes:
