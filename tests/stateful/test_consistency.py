@@ -170,7 +170,7 @@ class ModelSandboxes:
     def begin_above(self, name, generation):
         self.generations = max(self.generations, generation)
 
-    async def create(self, name):
+    async def create(self, name, *, image=None):
         return await self._new(name, [])
 
     async def restore(self, name, checkpoint_id):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import errno
 import hashlib
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from belayer.errors import SandboxLost
+from belayer.errors import JournalCorrupt, SandboxLost
 from belayer.journal import result_gone
 from belayer.sandbox import ExecResult, Sandbox
 
@@ -46,6 +47,14 @@ class Exists(msgspec.Struct, frozen=True, kw_only=True, tag="exists"):
     path: str
 
 
+class Upload(msgspec.Struct, frozen=True, kw_only=True, tag="upload"):
+    """A tar archive that the run keeps on the host, unpacked into a folder. `digest`: of the archive, SHA-256."""
+
+    path: str
+    archive: str
+    digest: str
+
+
 class Failed(msgspec.Struct, frozen=True):
     """Result of a file call that the agent's file system refuses (no such file, a folder, …)."""
 
@@ -53,7 +62,14 @@ class Failed(msgspec.Struct, frozen=True):
     errno: int
 
 
-Action = Exec | Shell | Read | Write | Exists
+class Interrupted(msgspec.Struct, frozen=True):
+    """Result of an action that was cut off by who asked for it."""
+
+
+Action = Exec | Shell | Read | Write | Exists | Upload
+
+# what an action observed that was cut off: equal to nothing that a replay could observe
+INTERRUPTED = "interrupted"
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _decode = msgspec.json.Decoder(Action).decode
@@ -82,7 +98,7 @@ async def perform(sandbox: Sandbox, action: Action, fence: tuple[int, int]) -> A
             )
         case Shell():
             return await sandbox.shell(action.command, timeout_s=action.timeout_s, fence=fence)
-        case Read() | Write() | Exists():
+        case Read() | Write() | Exists() | Upload():
             try:
                 return await _file_call(sandbox, action)
             except (ConnectionError, TimeoutError) as error:
@@ -91,7 +107,29 @@ async def perform(sandbox: Sandbox, action: Action, fence: tuple[int, int]) -> A
                 return Failed(action.path, error.errno or errno.EIO)
 
 
-async def _file_call(sandbox: Sandbox, action: Read | Write | Exists) -> bytes | bool | None:
+async def perform_until(
+    sandbox: Sandbox, action: Action, fence: tuple[int, int], interrupt: asyncio.Event | None
+) -> Any:
+    """`perform`, or a result that says `interrupted` when `interrupt` is set before it is done."""
+    if interrupt is None:
+        return await perform(sandbox, action, fence)
+    working = asyncio.ensure_future(perform(sandbox, action, fence))
+    told = asyncio.ensure_future(interrupt.wait())
+    try:
+        await asyncio.wait((working, told), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()  # which kills what the command started
+            await asyncio.gather(working, return_exceptions=True)
+            if working.cancelled():
+                return Interrupted()
+        return working.result()
+    finally:
+        working.cancel()
+        told.cancel()
+        await asyncio.gather(working, told, return_exceptions=True)
+
+
+async def _file_call(sandbox: Sandbox, action: Read | Write | Exists | Upload) -> bytes | bool | None:
     match action:
         case Read():
             return await sandbox.read(action.path)
@@ -99,6 +137,10 @@ async def _file_call(sandbox: Sandbox, action: Read | Write | Exists) -> bytes |
             return await sandbox.write(action.path, action.data, mode=action.mode)
         case Exists():
             return await sandbox.exists(action.path)
+        case Upload():
+            if await asyncio.to_thread(file_digest, action.archive) != action.digest:
+                raise JournalCorrupt(f"{action.archive} is not what was uploaded", next_step="restore the run's folder")
+            await sandbox.upload_tar(action.archive, action.path)
 
 
 def to_journal(result: Any) -> Any:
@@ -107,6 +149,8 @@ def to_journal(result: Any) -> Any:
         return {"exec": msgspec.to_builtins(result, builtin_types=(bytes,))}
     if isinstance(result, Failed):
         return {"failed": [result.path, result.errno]}
+    if isinstance(result, Interrupted):
+        return {"interrupted": True}
     return {"value": result}
 
 
@@ -118,6 +162,8 @@ def from_journal(data: Any) -> Any:
         return msgspec.convert(data["exec"], ExecResult, builtin_types=(bytes,))
     if "failed" in data:
         return Failed(*data["failed"])
+    if "interrupted" in data:
+        return Interrupted()
     return data["value"]
 
 
@@ -126,6 +172,8 @@ def observed(result: Any) -> str:
 
     Nor of the limits that were near when it failed: what the agent sees of those is in the output.
     """
+    if isinstance(result, Interrupted):
+        return INTERRUPTED
     data = to_journal(result)
     if "exec" in data:
         data = {k: v for k, v in data["exec"].items() if k not in ("wall_s", "process_limit", "disk_full")}
@@ -150,3 +198,9 @@ def describe(action: Action, limit: int = 120) -> str:
 def host_file(path: str | Path) -> bytes:
     """Content of a file on the host, for `upload`."""
     return Path(path).read_bytes()
+
+
+def file_digest(path: str | Path) -> str:
+    """SHA-256 of a file on the host."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -50,8 +50,11 @@ class BubbleCheckpoint:
         self._pending: asyncio.Task[dict[str, Any] | None] | None = None
         self._published_at = time.monotonic()
 
-    def begin(self, sandbox: Sandbox, *, restore_s: float) -> None:
-        """Start one, if the policy finds that it pays; `restore_s` is what bringing a sandbox back takes."""
+    def begin(self, sandbox: Sandbox, *, restore_s: float, must: str = "") -> None:
+        """Start one, if the policy finds that it pays; `restore_s` is what bringing a sandbox back takes.
+
+        `must` says why one is taken whatever the policy finds.
+        """
         if self._pending is not None:
             return
         newest = self._history.checkpoints[-1].k if self._history.checkpoints else 0
@@ -65,8 +68,10 @@ class BubbleCheckpoint:
             running=self._dumping(),
         )
         decision = self._policy.decide(situation)
-        if decision.take:
-            self._pending = asyncio.create_task(self._take(sandbox, decision.why), name=f"checkpoint {self.rollout}")
+        if decision.take or must:
+            self._pending = asyncio.create_task(
+                self._take(sandbox, must or decision.why), name=f"checkpoint {self.rollout}"
+            )
         elif since:
             self._skip(len(self._history.actions()), decision.why)
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from belayer import events
 from belayer.checkpoint.policy import Policy
@@ -40,10 +41,22 @@ from belayer.journal.records import (
     ContextTruncated,
     EnvRestored,
 )
-from belayer.recovery.actions import Action, action_of, asked, describe, observed, perform, to_journal
+from belayer.recovery.actions import (
+    INTERRUPTED,
+    Action,
+    action_of,
+    asked,
+    describe,
+    observed,
+    perform,
+    perform_until,
+    to_journal,
+)
 from belayer.recovery.breaker import CircuitBreaker
 from belayer.recovery.bubble import BubbleCheckpoint
 from belayer.sandbox import Sandbox, Sandboxes
+
+_T = TypeVar("_T")
 
 # the same action may see the environment die this often before the rollout is set aside as its likely cause
 DEATHS_PER_ACTION = 3
@@ -79,6 +92,7 @@ class EnvironmentKeeper:
         config: RecoveryConfig,
         breaker: CircuitBreaker,
         sink: events.EventSink,
+        image: str | None = None,
     ) -> None:
         self.rollout = rollout
         self.attempt = attempt
@@ -86,6 +100,7 @@ class EnvironmentKeeper:
         self.state = EnvironmentState.ABSENT
         self.sandbox: Sandbox | None = None
         self._sandboxes = sandboxes
+        self._image = image  # None: the configured one
         self._journal = journal
         self._history = journal.history(rollout)
         self._policy = policy
@@ -123,9 +138,11 @@ class EnvironmentKeeper:
 
     # -- actions ----------------------------------------------------------------------------------
 
-    async def act(self, call: int, action: Action) -> Any:
+    async def act(self, call: int, action: Action, *, interrupt: asyncio.Event | None = None) -> Any:
         """Perform the rollout's next action and return its journalled result.
 
+        When `interrupt` is set meanwhile, the command is killed and what it did until then is the action's outcome. No
+        replay can reproduce that, so the caller should take a checkpoint at once.
         Raises `BudgetSpent` or `RolloutFailed` when the environment keeps failing, and `RestartFunction` when it can
         only be brought back to an earlier state.
         """
@@ -146,7 +163,7 @@ class EnvironmentKeeper:
             started = time.time()
             begun = time.perf_counter()
             try:
-                result = await perform(sandbox, action, (self.attempt, sandbox.generation))
+                result = await perform_until(sandbox, action, (self.attempt, sandbox.generation), interrupt)
                 problem = await self._examine(sandbox)
             except (SandboxLost, StaleSandbox) as error:
                 self._lose(error.what)
@@ -188,6 +205,21 @@ class EnvironmentKeeper:
                 wall_s=wall_s,
             )
             return result
+
+    async def look(self, work: Callable[[Sandbox], Awaitable[_T]]) -> _T:
+        """What `work` finds in the environment, which it must not change; asked again of the next one if it dies.
+
+        Not journalled. Raises like `act`, and what `work` raises of its own.
+        """
+        await self._checkpoint.settle()
+        while True:
+            sandbox = await self._ready()
+            if self._behind:
+                self._truncate()
+            try:
+                return await work(sandbox)
+            except (SandboxLost, StaleSandbox, ConnectionError, TimeoutError) as error:
+                self._lose(error.what if isinstance(error, SandboxLost | StaleSandbox) else str(error))
 
     async def _examine(self, sandbox: Sandbox) -> str | None:
         """What is wrong with the sandbox, if anything; a sandbox that cannot be asked is wrong too."""
@@ -318,7 +350,7 @@ class EnvironmentKeeper:
             await self._sandboxes.discard(self.name)
         try:
             async with asyncio.timeout(self._config.restore_timeout_s):
-                sandbox = await self._sandboxes.create(self.name)
+                sandbox = await self._sandboxes.create(self.name, image=self._image)
         except TimeoutError:
             raise SandboxLost(f"a new container took more than {self._config.restore_timeout_s:.0f} s") from None
         return "", 0, sandbox
@@ -327,6 +359,8 @@ class EnvironmentKeeper:
         """Apply actions base+1 … target; the number of the first one whose observation differs, or None."""
         failpoints.hit("replay.begin", self.rollout)
         for call in self._history.actions()[base:target]:
+            if call.observed == INTERRUPTED:
+                return call.k
             result = await perform(sandbox, action_of(call.asked), (self.attempt, sandbox.generation))
             failpoints.hit("replay.action", self.rollout)
             if observed(result) != call.observed:
@@ -391,6 +425,17 @@ class EnvironmentKeeper:
         if self.state is EnvironmentState.READY and not self._behind:
             assert self.sandbox is not None
             self._checkpoint.begin(self.sandbox, restore_s=self._restore_s)
+
+    async def checkpoint(self, why: str) -> bool:
+        """Checkpoint the idle environment now, whatever the policy says; False if none was published."""
+        await self._checkpoint.settle()
+        if self.state is not EnvironmentState.READY or self._behind:
+            return False
+        assert self.sandbox is not None
+        before = len(self._history.checkpoints)
+        self._checkpoint.begin(self.sandbox, restore_s=self._restore_s, must=why)
+        await self._checkpoint.settle()
+        return len(self._history.checkpoints) > before
 
     def bubble_ends(self, seconds: float) -> None:
         self._policy.bubble(seconds)
