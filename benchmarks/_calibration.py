@@ -131,11 +131,10 @@ class Calibration:
 
 def poisson_p(counted: int, expected: float) -> float:
     """Two-sided probability of a count at least as far out as this one, if so many are expected."""
-    below = math.fsum(
-        math.exp(-expected + k * math.log(max(expected, 1e-300)) - math.lgamma(k + 1)) for k in range(counted + 1)
-    )
-    at = math.exp(-expected + counted * math.log(max(expected, 1e-300)) - math.lgamma(counted + 1))
-    return min(1.0, 2 * min(below, 1 - below + at))
+    logarithm = math.log(max(expected, 1e-300))
+    chances = [math.exp(-expected + k * logarithm - math.lgamma(k + 1)) for k in range(counted + 1)]
+    below = math.fsum(chances)
+    return min(1.0, 2 * min(below, 1 - below + chances[-1]))
 
 
 def of_run(run: Path) -> Calibration:

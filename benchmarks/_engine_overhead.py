@@ -6,23 +6,22 @@ journal on disk before the driver goes on. Baselines, each in a process of its o
   vllm              the same vLLM with the same flags and kernels, its own weights and its own sampler, nothing else
   vllm_as_it_comes  the kernels that vLLM would choose by itself; they pack private copies of the weights
 
-Subject and baseline run the same requests in turn, and the order changes from pair to pair, so that whatever else the
-machine does meets both. The overhead is the median over the pairs of (subject's time / baseline's time - 1), with the
-interval that contains the true median with the stated confidence (order statistics of the sign test).
+Every engine is started once. They run the same requests in turn, and the order is turned round from pair to pair, so
+that whatever else the machine does meets all. Besides the wall time, which noise moves, each side's processor time is
+compared: user and system seconds of all its processes. `_engine_phases.py` says where it goes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,15 @@ from belayer.errors import EngineError
 from belayer.journal import Journal, records
 from belayer.ownership import RunLabel
 
+from ._engine_phases import phases
+from ._eta import Eta
 from ._models import Model, folder
-from ._plain_vllm import Batch, Done, One, Ready, Setup, receive, send
+from ._paired import compare, series
+from ._plain_vllm import Batch, Done, One, Ready, Setup
 
 PROMPT = 64
 READY_S = 180.0
+BATCH_S = 120.0
 TARGET = 0.01
 
 
@@ -50,17 +53,21 @@ class Load(msgspec.Struct, frozen=True):
     requests: int
     tokens: int
     pairs: int
+    as_it_comes: bool = False
 
 
-LOADS = {True: [Load("tiny", 8, 96, 10)], False: [Load("tiny", 8, 192, 20), Load("mid", 4, 24, 10)]}
+LOADS = {
+    True: [Load("tiny", 8, 64, 10)],
+    False: [Load("tiny", 8, 128, 20, as_it_comes=True), Load("mid", 4, 16, 10)],
+}
 
 
 def overhead(models: dict[str, Model], quick: bool) -> list[dict[str, Any]]:
     """One cell for each load, in the form of every bench."""
-    return [asyncio.run(_measure(load, models[load.model], quick)) for load in LOADS[quick]]
+    return [asyncio.run(_measure(load, models[load.model])) for load in LOADS[quick]]
 
 
-async def _measure(load: Load, model: Model, quick: bool) -> dict[str, Any]:
+async def _measure(load: Load, model: Model) -> dict[str, Any]:
     config = EngineConfig(
         model=folder(model),
         dtype=model.dtype,  # pyright: ignore[reportArgumentType]
@@ -71,87 +78,93 @@ async def _measure(load: Load, model: Model, quick: bool) -> dict[str, Any]:
     )
     with RunLabel.new("bench overhead") as label, tempfile.TemporaryDirectory(prefix="belayer-bench-") as name:
         logs = Path(name)
-        with _plain(config, label, logs / "vllm.log", as_it_comes=False) as vllm:
+        async with AsyncExitStack() as stack:
+            baselines = {"vllm": False} | ({"vllm_as_it_comes": True} if load.as_it_comes else {})
+            plain = {
+                side: await stack.enter_async_context(_plain(config, label, logs / f"{side}.log", as_it_comes=as_is))
+                for side, as_is in baselines.items()
+            }
             engine = await Engine.start(config, label, log_dir=logs / "subject")
+            stack.push_async_callback(engine.close)
             journal = Journal(logs / "journal")
-            try:
-                await engine.wait_standby(READY_S)
-                cell = await _pairs(load, model, engine, journal, {"vllm": vllm})
-                if not quick:
-                    with _plain(config, label, logs / "as-it-comes.log", as_it_comes=True) as other:
-                        more = await _pairs(load, model, engine, journal, {"vllm_as_it_comes": other})
-                    for part in ("baselines", "ratios", "overhead"):
-                        cell[part] |= more[part]
-            finally:
-                journal.close()
-                await engine.close()
-    return cell
+            stack.callback(journal.close)
+            await engine.wait_standby(READY_S)
+            return await _pairs(load, model, engine, journal, plain)
 
 
 async def _pairs(
-    load: Load, model: Model, engine: Engine, journal: Journal, baselines: dict[str, socket.socket]
+    load: Load, model: Model, engine: Engine, journal: Journal, baselines: dict[str, Plain]
 ) -> dict[str, Any]:
-    subject: list[float] = []
-    cpu: dict[str, list[float]] = {"driver": [], "worker": []} | {name: [] for name in baselines}
-    others: dict[str, list[float]] = {name: [] for name in baselines}
+    subject: list[_Tape] = []
+    others: dict[str, list[Done]] = {name: [] for name in baselines}
     checks = {"tokens_lost": 0, "tokens_changed": 0, "greedy_unlike_vllm": 0}
-    first: _Tape | None = None
-    await _subject(load, model, engine, journal, -1)  # both warm, and the prompts cached
+    await _subject(load, model, engine, journal, -1)  # all warm, and the prompts cached
     for baseline in baselines.values():
-        await _baseline(load, model, baseline)
+        await baseline.run(_work(load, model))
+    eta = Eta(f"overhead of the engine, {load.model}", load.pairs)
     for number in range(load.pairs):
-        tape: _Tape | None = None
-        for side in ["subject", *baselines] if number % 2 else [*baselines, "subject"]:
+        sides = ["subject", *baselines]
+        for side in sides if number % 2 else reversed(sides):
             if side == "subject":
-                tape = await _subject(load, model, engine, journal, number)
-                subject.append(tape.wall_s)
-                cpu["driver"].append(tape.driver_cpu_s)
-                cpu["worker"].append(tape.worker_cpu_s)
+                subject.append(await _subject(load, model, engine, journal, number))
             else:
-                done = await _baseline(load, model, baselines[side])
-                others[side].append(done.wall_s)
-                cpu[side].append(done.cpu_s)
-        assert tape is not None
-        first = first or tape
+                others[side].append(await baselines[side].run(_work(load, model)))
+        tape = subject[-1]
         checks["tokens_lost"] += sum(load.tokens - len(ids) for ids in tape.tokens)
         if model.dtype == "float32":
-            checks["tokens_changed"] += _unlike(tape.tokens, first.tokens)
-            if "vllm" in baselines:
-                checks["greedy_unlike_vllm"] += _unlike(tape.tokens[::2], done.token_ids[::2])
+            checks["tokens_changed"] += _unlike(tape.tokens, subject[0].tokens)
+            checks["greedy_unlike_vllm"] += _unlike(tape.tokens[::2], others["vllm"][-1].token_ids[::2])
+        eta(f"{tape.wall_s / others['vllm'][-1].wall_s - 1:+.1%}")
     tokens = load.requests * load.tokens
+    walls = [tape.wall_s for tape in subject]
+    cpu = [sum(tape.cpu_s.values()) for tape in subject]
+    found = {name: compare(walls, [done.wall_s for done in each], TARGET) for name, each in others.items()}
+    found |= {
+        f"{name}, processor time": compare(cpu, [done.cpu_s for done in each], TARGET) for name, each in others.items()
+    }
     return {
         "workload": (
             f"failure-free: {load.model} ({model.parameters / 1e6:.0f}M {model.dtype}), {load.requests} x "
             f"{load.tokens} tokens, mixed, journal on disk"
         ),
         "model": load.model,
-        "subject": _series(subject) | {"tokens_per_s": tokens / statistics.median(subject)},
-        "baselines": {n: _series(v) | {"tokens_per_s": tokens / statistics.median(v)} for n, v in others.items()},
-        "ratios": {
-            name: statistics.median(b / s for b, s in zip(values, subject, strict=True))
-            for name, values in others.items()
+        "subject": series(walls) | {"tokens_per_s": tokens / statistics.median(walls)},
+        "baselines": {
+            name: series([done.wall_s for done in each])
+            | {"tokens_per_s": tokens / statistics.median(done.wall_s for done in each)}
+            for name, each in others.items()
         },
-        "overhead": {name: compare(subject, values) for name, values in others.items()},
-        "cpu_s_per_token": {side: statistics.median(values) / tokens for side, values in cpu.items()},
+        "ratios": {
+            name: statistics.median(done.wall_s / wall for done, wall in zip(each, walls, strict=True))
+            for name, each in others.items()
+        },
+        "overhead": found,
+        "cpu_s_per_token": {
+            **{part: statistics.median(tape.cpu_s[part] for tape in subject) / tokens for part in subject[0].cpu_s},
+            **{name: statistics.median(done.cpu_s for done in each) / tokens for name, each in others.items()},
+        },
+        "phases_us_per_token": _phases(load, model, subject, others["vllm"]),
         "checks": checks,
     }
 
 
-def compare(subject: list[float], baseline: list[float]) -> dict[str, Any]:
-    """Median relative overhead over pairs, and an interval that holds the true one with `confidence` (>= 0.95)."""
-    relative = sorted(s / b - 1 for s, b in zip(subject, baseline, strict=True))
-    count = len(relative)
-    # ranks k and count+1-k enclose the median unless fewer than k of `count` fair coins show one side
-    rank, confidence = 1, 1 - 2 * 0.5**count
-    for k in range(1, count // 2 + 1):
-        inside = 1 - 2 * sum(math.comb(count, i) for i in range(k)) / 2**count
-        if inside < 0.95:
-            break
-        rank, confidence = k, inside
-    median = statistics.median(relative)
-    low, high = relative[rank - 1], relative[count - rank]
-    result = {"median": median, "low": low, "high": high, "confidence": confidence, "pairs": count}
-    return result | {"target": TARGET, "within_target": median <= TARGET}
+def _phases(load: Load, model: Model, subject: list[_Tape], vllm: list[Done]) -> dict[str, float]:
+    """Microseconds a token: what was counted in the pairs, and what parts take by themselves."""
+    tokens = load.requests * load.tokens
+
+    def median(values: list[float]) -> float:
+        return statistics.median(values) / tokens * 1e6
+
+    worker = [tape.cpu_s["worker"] - done.cpu_s for tape, done in zip(subject, vllm, strict=True)]
+    return {
+        "more wall time than vllm": median([t.wall_s - done.wall_s for t, done in zip(subject, vllm, strict=True)]),
+        "more processor time of the worker than of vllm": median(worker),
+        "processor time of driver": median([tape.cpu_s["driver"] for tape in subject]),
+        "processor time of owner": median([tape.cpu_s["owner"] for tape in subject]),
+        "processor time of shadow": median([tape.cpu_s["shadow"] for tape in subject]),
+        "journal append": median([tape.journal_s for tape in subject]),
+        "records of the journal, each": statistics.median(tape.journal_s / tape.records for tape in subject) * 1e6,
+    } | phases(load.requests, model.vocabulary)
 
 
 class _Tape:
@@ -163,10 +176,12 @@ class _Tape:
         self._index = {one.id: index for index, one in enumerate(requests)}
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.wall_s = 0.0
-        self.driver_cpu_s = 0.0
-        self.worker_cpu_s = 0.0
+        self.journal_s = 0.0
+        self.records = 0
+        self.cpu_s: dict[str, float] = {}
 
     def __call__(self, chunk: TokenChunk) -> None:
+        begun = time.perf_counter()
         self._journal.record(
             records.TokensAppended(
                 rollout=chunk.request_id,
@@ -179,6 +194,8 @@ class _Tape:
                 finish=chunk.finish_reason or "",
             )
         )
+        self.journal_s += time.perf_counter() - begun
+        self.records += 1
         self.tokens[self._index[chunk.request_id]] += chunk.token_ids
 
 
@@ -194,21 +211,12 @@ async def _subject(load: Load, model: Model, engine: Engine, journal: Journal, n
     for one in requests:
         journal.record(records.RolloutStarted(rollout=one.id, group="", task=None, seed=0))
     tape = _Tape(journal, requests)
-    assert engine.worker_pid is not None
-    driver_cpu, worker_cpu = time.process_time(), _cpu_s(engine.worker_pid)
+    before = _cpu(engine)
     began = time.perf_counter()
     await asyncio.gather(*(engine.generate(one, tape) for one in requests))
     tape.wall_s = time.perf_counter() - began
-    tape.driver_cpu_s = time.process_time() - driver_cpu
-    tape.worker_cpu_s = _cpu_s(engine.worker_pid) - worker_cpu
+    tape.cpu_s = {part: seconds - before[part] for part, seconds in _cpu(engine).items()}
     return tape
-
-
-async def _baseline(load: Load, model: Model, connection: socket.socket) -> Done:
-    send(connection, Batch(_work(load, model)))
-    done = await asyncio.to_thread(receive, connection, Done)
-    assert isinstance(done, Done)
-    return done
 
 
 def _work(load: Load, model: Model) -> list[One]:
@@ -223,8 +231,42 @@ def _work(load: Load, model: Model) -> list[One]:
     ]
 
 
-@contextmanager
-def _plain(config: EngineConfig, label: RunLabel, log: Path, *, as_it_comes: bool) -> Iterator[socket.socket]:
+class Plain:
+    """A baseline's process, from the side of this one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+
+    async def ready(self) -> None:
+        """Raises `EOFError` if it ends before."""
+        await self._receive(Ready, READY_S)
+
+    async def send(self, message: object) -> None:
+        body = msgspec.msgpack.encode(message)
+        await asyncio.get_running_loop().sock_sendall(self._connection, len(body).to_bytes(4, "little") + body)
+
+    async def run(self, requests: list[One]) -> Done:
+        await self.send(Batch(requests))
+        return await self._receive(Done, BATCH_S)
+
+    async def _receive(self, kind: type[Any], limit_s: float) -> Any:
+        async with asyncio.timeout(limit_s):
+            size = int.from_bytes(await self._exactly(4), "little")
+            return msgspec.msgpack.decode(await self._exactly(size), type=kind)
+
+    async def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            more = await asyncio.get_running_loop().sock_recv(self._connection, count - len(data))
+            if not more:
+                raise EOFError("the peer closed the connection")
+            data += more
+        return bytes(data)
+
+
+@asynccontextmanager
+async def _plain(config: EngineConfig, label: RunLabel, log: Path, *, as_it_comes: bool) -> AsyncIterator[Plain]:
     invariant = config.batch_invariant and config.dtype == "float32"
     env = environment(label, config.threads, invariant and not as_it_comes)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -249,22 +291,38 @@ def _plain(config: EngineConfig, label: RunLabel, log: Path, *, as_it_comes: boo
             start_new_session=True,  # as workers are: kernels that schedule by session give each side the same share
         )
     theirs.close()
+    whole = False
     try:
-        ours.settimeout(READY_S)
-        send(ours, setup)
+        plain = Plain(ours)
+        await plain.send(setup)
         try:
-            receive(ours, Ready)
+            await plain.ready()
         except EOFError:
             lines = log.read_text(errors="replace").splitlines()[-12:]
             raise EngineError("the baseline ended before it was ready\n" + "\n".join(lines)) from None
-        yield ours
+        yield plain
+        whole = True
     finally:
-        ours.close()  # it ends by itself
+        ours.close()  # it ends by itself, but only after the batch that it is at
+        if not whole:
+            process.kill()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _cpu(engine: Engine) -> dict[str, float]:
+    """Processor time so far of the driver (this process) and of the engine's processes."""
+    assert engine.worker_pid is not None
+    shadow = engine.shadow_pid
+    return {
+        "driver": time.process_time(),
+        "worker": _cpu_s(engine.worker_pid),
+        "owner": _cpu_s(engine.owner_pid),
+        "shadow": 0.0 if shadow is None else _cpu_s(shadow),
+    }
 
 
 def _cpu_s(pid: int) -> float:
@@ -274,7 +332,3 @@ def _cpu_s(pid: int) -> float:
 
 def _unlike(one: list[list[int]], other: list[list[int]]) -> int:
     return sum(a != b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
-
-
-def _series(values: list[float]) -> dict[str, Any]:
-    return {"median_s": statistics.median(values), "samples_s": values}

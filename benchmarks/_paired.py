@@ -11,8 +11,9 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 DRAWS = 4000
 EXACT = 12  # so many pairs or fewer: every assignment of signs is tried, else `DRAWS` random ones
 
@@ -20,9 +21,9 @@ EXACT = 12  # so many pairs or fewer: every assignment of signs is tried, else `
 def compare(subject: Sequence[float], baseline: Sequence[float], target: float) -> dict[str, Any]:
     """Median relative overhead over pairs (0.01: 1% more), with two intervals for the true median.
 
-    `low` and `high` hold it with `confidence` (>= 0.95 from six pairs on; order statistics of the sign test); `bootstrap` is
-    the 95% percentile interval of resampled medians. `within_target` judges the median alone, `surely_within` the
-    interval's upper end.
+    `low` and `high` hold it with `confidence` (>= 0.95 from six pairs on; order statistics of the sign test);
+    `bootstrap` is the 95% percentile interval of resampled medians. `within_target` judges the median alone,
+    `surely_within` the interval's upper end.
     """
     relative = sorted(s / b - 1 for s, b in zip(subject, baseline, strict=True))
     rank, confidence = sign_test_rank(len(relative))
@@ -55,9 +56,7 @@ def sign_test_rank(count: int) -> tuple[int, float]:
     return rank, confidence
 
 
-def bootstrap(
-    samples: Sequence[float], statistic: Callable[[Sequence[float]], float], *, seed: int = 0
-) -> tuple[float, float]:
+def bootstrap(samples: Sequence[T], statistic: Callable[[Sequence[T]], float], *, seed: int = 0) -> tuple[float, float]:
     """The 95% percentile interval of a statistic (Efron 1979), from `DRAWS` resamples; the same for equal samples."""
     rng = random.Random(f"bootstrap {seed}")
     found = sorted(statistic(rng.choices(samples, k=len(samples))) for _ in range(DRAWS))

@@ -1,6 +1,6 @@
 """Whole rollouts with Belayer's protection on and off: what does it cost while nothing fails?
 
-Subject: `Run` as a user runs it: journal, keepers, sandbox checkpoints under the model's turns by the configured policy.
+Subject: `Run` as a user runs it: journal, keepers, sandbox checkpoints under the model's turns by the policy.
 Baseline `unprotected`: the same function on the same engine and in sandboxes of the same store, without run, journal,
 keeper, health checks and checkpoints. Each pair runs one batch by both, in ABBA order; every pair has another batch.
 
@@ -8,7 +8,8 @@ keeper, health checks and checkpoints. Each pair runs one batch by both, in ABBA
   inference  turns are real ones of the real engine, as many tokens as it makes in that time: checkpoints and the model
              fight over the processors of this machine
 
-The real engine's own cost (owner, sampler) is in both sides of `inference`: `belayer bench overhead --engine` measures it.
+The real engine's own cost (owner, sampler) is in both sides of `inference`; `belayer bench overhead --engine` measures
+it.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from ._turns import TURN, Shape, Unprotected, solve, tasks
 
 TARGET = 0.01
 TARGET_HIDDEN = 0.99
-SHAPES = {True: Shape(6, 6, (2, 2), 0.1), False: Shape(8, 8, (3, 3), 0.2)}
-PAIRS = {True: 3, False: 10}
-OTHER_SCALES = (0.05, 0.1)  # a protected batch of each, for the share that is hidden
+SHAPES = {True: Shape(5, 5, (2, 2), 0.05), False: Shape(8, 8, (3, 3), 0.2)}
+PAIRS = {True: 2, False: 10}
+OTHER_SCALES = (0.05, 0.02)  # a protected batch of each, for the share that is hidden
 SCALES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 READY_S = 180.0
 
@@ -135,15 +136,17 @@ async def _measure(turns: str, model: Model, shape: Shape, quick: bool) -> dict[
             journal = Timed(run.journal)
             rate = PACE if turns == "waits" else await _token_rate(run, shape.slots)
             cell = await _pairs(run, shape, rate, journal, seen, turns, quick)
-            cell["hidden_by_scale"] = await _scales(run, shape, rate, seen, quick)
         verdict = verify_run(Path(name) / "run")
+        if turns == "waits":
+            cell["hidden_by_scale"] = await _scales(Path(name), model, shape, quick)
         cell["checks"]["inconsistent"] = len(verdict.findings)
         cell["checks"]["undelivered"] = verdict.rollouts - verdict.delivered
     cell["calibration"] = calibration.figures()
     return cell
 
 
-def run_config(model: Model, shape: Shape) -> Config:
+def run_config(model: Model, shape: Shape, policy: str = "adaptive") -> Config:
+    """That of all these rollouts."""
     engine = EngineConfig(
         model=folder(model),
         max_model_len=model.max_model_len,
@@ -151,9 +154,12 @@ def run_config(model: Model, shape: Shape) -> Config:
         kv_bytes=model.kv_bytes,
         images=False,  # none is to be built while this is measured
     )
-    return Config.model_validate(
-        {"run": {"max_concurrent": shape.slots}, "sandbox": {"memory_bytes": 256 << 20}}
-    ).model_copy(update={"engine": engine})
+    limits = {
+        "run": {"max_concurrent": shape.slots},
+        "sandbox": {"memory_bytes": 256 << 20},
+        "policy": {"name": policy},
+    }
+    return Config.model_validate(limits).model_copy(update={"engine": engine})
 
 
 async def _pairs(
@@ -303,22 +309,24 @@ async def _token_rate(run: Run, slots: int) -> float:
     return max(found[1:])
 
 
-async def _scales(run: Run, shape: Shape, rate: float, seen: Seen, quick: bool) -> dict[str, Any]:
-    """How much of the checkpoints' time is hidden, by scale: measured where batches are short, and computed for all.
+async def _scales(folder: Path, model: Model, shape: Shape, quick: bool) -> dict[str, Any]:
+    """How much of the checkpoints' time is hidden if one is taken at every turn: live at some scales, computed for all.
 
-    Computed is the share if one were taken at every turn of the published distribution, from the costs measured here.
+    Computed is the share under the published distribution, from the costs measured here.
     """
-    measured = {shape.scale: seen.hidden}
-    costs = list(seen.wall_s)
-    for scale in () if quick else OTHER_SCALES:
-        if scale < shape.scale:
-            seen.clear()
-            other = msgspec.structs.replace(shape, scale=scale)
-            await _protected(run, tasks(other, rate, 1000), f"scale-{scale:g}")
-            measured[scale] = seen.hidden
+    measured: dict[float, dict[str, Any]] = {}
+    costs: list[float] = []
+    for scale in (shape.scale,) if quick else (shape.scale, *OTHER_SCALES):
+        seen, other = Seen(), msgspec.structs.replace(shape, scale=scale)
+        name = f"scale-{scale:g}"
+        async with await PacedRun.open(folder / name, run_config(model, other, "always"), sink=seen) as run:
+            await _protected(run, tasks(other, PACE, 1000), name)
+        measured[scale] = seen.figures()
+        costs += seen.wall_s
     return {
+        "policy": "always",
         "measured": {f"{scale:g}": measured[scale] for scale in sorted(measured)},
-        "computed_if_always": {f"{scale:g}": hidden_if_always(costs, scale) for scale in SCALES} if costs else {},
+        "computed": {f"{scale:g}": hidden_if_always(costs, scale) for scale in SCALES} if costs else {},
     }
 
 

@@ -1,4 +1,4 @@
-"""Rollouts made of turns with the published lengths, scaled down, and one function that runs them with or without Belayer.
+"""Rollouts of turns with the published lengths, scaled down; one function runs them with Belayer or without.
 
 A turn of the model lasts LogN(1.74, 1.10) s, a tool call LogN(-1.2, 2.85) s up to the command's timeout; both are
 multiplied with `scale`, so that a bench ends in minutes. Draws are stratified: a batch of n turns holds the quantiles
@@ -69,11 +69,6 @@ def tasks(shape: Shape, tokens_per_s: float, seed: int) -> list[dict[str, Any]]:
     return made
 
 
-def planned_s(task: dict[str, Any], tokens_per_s: float) -> float:
-    """How long a rollout takes where nothing costs anything."""
-    return sum(tokens / tokens_per_s + tool_s for tokens, tool_s, _ in task["steps"])
-
-
 class Shell(Protocol):
     async def shell(self, command: str) -> ExecResult: ...
 
@@ -135,7 +130,7 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Unprotected:
-    """A rollout as a program without Belayer would have it: an engine, a sandbox, the context in a list. Nothing else."""
+    """A rollout as a program without Belayer has it: an engine, a sandbox, the context in a list. Nothing else."""
 
     def __init__(self, name: str, task: Any, seeds: Sequence[int], engine: Answers, sandbox: Sandbox) -> None:
         self.task = task

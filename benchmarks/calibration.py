@@ -78,9 +78,9 @@ def show(result: dict[str, Any], console: Console) -> None:
         own = cell["journalled"]
         if own["checkpoints"]:
             console.print(
-                f"  by the journal's own numbers, of {own['checkpoints']} checkpoints: took {own['cost_median_ratio']:.2f} x "
-                f"(median) the predicted time; exposed {own['exposed_waited_s'] * 1e3:.1f} ms in all, predicted "
-                f"{own['exposed_predicted_s'] * 1e3:.1f} ms"
+                f"  by the journal's own numbers, of {own['checkpoints']} checkpoints: took "
+                f"{own['cost_median_ratio']:.2f} x (median) the predicted time; exposed "
+                f"{own['exposed_waited_s'] * 1e3:.1f} ms in all, predicted {own['exposed_predicted_s'] * 1e3:.1f} ms"
             )
         else:
             console.print(

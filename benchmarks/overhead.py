@@ -73,9 +73,17 @@ def _show_rollouts(cell: dict[str, Any], console: Console) -> None:
             f"{found['exposed_s'] * 1e3:.1f} ms of it exposed: {found['hidden']:.2%} hidden "
             f"(target {TARGET_HIDDEN:.0%}: {'met' if found['hidden'] >= TARGET_HIDDEN else 'missed'})"
         )
-    by_scale = cell["hidden_by_scale"]
-    shown = ", ".join(f"{k}: {v:.2%}" for k, v in by_scale["measured"].items() if v is not None)
-    console.print(f"  hidden by scale of the turns, measured: {shown}")
-    shown = ", ".join(f"{k}: {v:.2%}" for k, v in by_scale["computed_if_always"].items())
-    console.print(f"  the same, computed, were a checkpoint taken at every turn: {shown}")
+    if by_scale := cell.get("hidden_by_scale"):
+        table = Table("turns last", "checkpoints", "each", "hidden, measured", "hidden, computed")
+        for scale, computed in by_scale["computed"].items():
+            live = by_scale["measured"].get(scale)
+            table.add_row(
+                f"{scale} x published",
+                str(live["taken"]) if live else "",
+                f"{live['median_s'] * 1e3:.0f} ms" if live and live["taken"] else "",
+                f"{live['hidden']:.2%}" if live and live["taken"] else "",
+                f"{computed:.2%}",
+            )
+        table.title = "a checkpoint at every turn: how much of it is hidden"
+        console.print(table)
     show_calibration(cell["calibration"], console)
