@@ -49,3 +49,9 @@ def _tokenizer(characters: CharTokenizer):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="?")
+
+
+if __name__ == "__main__":
+    import sys
+
+    build(Path(sys.argv[1]), seed=0)
