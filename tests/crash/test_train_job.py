@@ -91,6 +91,10 @@ def config(tmp_path_factory) -> Path:
     for name in ("shell_task.py", "tiny_model.py"):
         (folder / name).write_text((REPOSITORY / "examples" / name).read_text())
     (folder / "small.toml").write_text(SMALL)
+    # with an engine image each of the many starts below takes a second instead of fifteen
+    process = belayer("prepare", str(folder / "small.toml"))
+    text = output_of(process)
+    assert process.returncode == 0 and "engine image" in text, text
     return folder / "small.toml"
 
 

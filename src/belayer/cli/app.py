@@ -37,6 +37,9 @@ def train(
     seed: Annotated[int | None, Parameter(help="Instead of run.seed.")] = None,
     steps: Annotated[int | None, Parameter(help="Instead of train.steps.")] = None,
     plain: Annotated[bool, Parameter(negative="", help="Lines instead of the live view.")] = False,
+    metrics_port: Annotated[
+        int | None, Parameter(help="Serve Prometheus metrics on this port of 127.0.0.1; 0: any free one.")
+    ] = None,
 ) -> int:
     """Train with RL under protection.
 
@@ -47,7 +50,14 @@ def train(
     from belayer.cli.train import train_command
 
     return train_command(
-        config, inject=inject, reference=reference, run_dir=run_dir, seed=seed, steps=steps, plain=plain
+        config,
+        inject=inject,
+        reference=reference,
+        run_dir=run_dir,
+        seed=seed,
+        steps=steps,
+        plain=plain,
+        metrics_port=metrics_port,
     )
 
 
@@ -57,6 +67,9 @@ def resume(
     /,
     *,
     plain: Annotated[bool, Parameter(negative="", help="Lines instead of the live view.")] = False,
+    metrics_port: Annotated[
+        int | None, Parameter(help="Serve Prometheus metrics on this port of 127.0.0.1; 0: any free one.")
+    ] = None,
 ) -> int:
     """Finish a `train` run that was stopped, killed or that failed, from its journal.
 
@@ -64,7 +77,91 @@ def resume(
     """
     from belayer.cli.train import resume_command
 
-    return resume_command(run, plain=plain)
+    return resume_command(run, plain=plain, metrics_port=metrics_port)
+
+
+@app.command
+def prepare(
+    config: Annotated[Path, Parameter(help="A TOML file, as for `belayer train`.")],
+    /,
+) -> int:
+    """Make beforehand what the first run with a configuration would make: sandbox image, model, engine image.
+
+    Useful where a job's first minute is dear, and in the image of a machine. Safe to call again: it only checks then.
+    """
+    from belayer.cli.prepare import prepare_command
+
+    return prepare_command(config)
+
+
+@app.command
+def serve(
+    model: Annotated[Path | None, Parameter(help="A model folder (config.json, *.safetensors, tokenizer).")] = None,
+    /,
+    *,
+    upstream: Annotated[
+        list[str] | None,
+        Parameter(help="Instead of a model: a vLLM or SGLang server; several times for several of the same model."),
+    ] = None,
+    config: Annotated[Path | None, Parameter(help="A TOML file; [engine] and [run] are used.")] = None,
+    run_dir: Annotated[Path, Parameter(help="Where sessions are journalled; start again on it to go on.")] = Path(
+        "runs/serve"
+    ),
+    host: Annotated[str, Parameter(help="Where to listen; outside of loopback a token is needed.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="0 takes a free one; RUN_DIR/gateway.json says which.")] = 8000,
+    token_file: Annotated[
+        Path | None, Parameter(help="A file with the bearer token of all clients (or set BELAYER_TOKEN).")
+    ] = None,
+    name: Annotated[
+        list[str] | None, Parameter(help="What clients call the model; default: its folder's name.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, Parameter(help="A folder with a tokenizer, if the model folder has none.")
+    ] = None,
+    max_model_len: Annotated[int | None, Parameter(help="Instead of engine.max_model_len.")] = None,
+    dtype: Annotated[str | None, Parameter(help="Instead of engine.dtype.")] = None,
+    seed: Annotated[int | None, Parameter(help="Instead of run.seed: decides the seeds of sessions.")] = None,
+    max_requests: Annotated[int, Parameter(help="Completions at once; more are told to come back (429).")] = 256,
+    request_timeout: Annotated[float, Parameter(help="Seconds that one completion may take.")] = 3600.0,
+    recover: Annotated[float, Parameter(help="Seconds to wait for an external server when all are away.")] = 60.0,
+    drain: Annotated[float, Parameter(help="Seconds that Ctrl-C and SIGTERM wait for completions under way.")] = 10.0,
+    sampled_logprobs_only: Annotated[
+        bool,
+        Parameter(negative="", help="Answer a wish for the likeliest tokens with the sampled one; else it is refused."),
+    ] = False,
+) -> int:
+    """Serve a model over HTTP: clients never notice that an engine worker died.
+
+    Speaks OpenAI's /v1/completions and /v1/chat/completions, vLLM's /inference/v1/generate and SGLang's /generate.
+    Requests to /sessions/ID/v1/… (or with the header X-Session-ID: ID) are journalled as one rollout: a retry is
+    answered from the journal, also after a kill -9 of this command, and GET /sessions/ID returns what was trained on.
+
+    Example: `belayer serve runs/tiny_model --max-model-len 512`, then point a trainer at http://127.0.0.1:8000/v1
+    """
+    from belayer.cli.serve import serve_command
+    from belayer.gateway.settings import GatewaySettings
+
+    return serve_command(
+        model,
+        upstream=upstream or [],
+        config=config,
+        run_dir=run_dir,
+        token_file=token_file,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        seed=seed,
+        settings=GatewaySettings(
+            host=host,
+            port=port,
+            names=tuple(name or ()),
+            max_requests=max_requests,
+            request_timeout_s=request_timeout,
+            recover_s=recover,
+            drain_s=drain,
+            sampled_logprobs_only=sampled_logprobs_only,
+        ),
+    )
 
 
 @app.command
@@ -156,6 +253,57 @@ def report(
     from belayer.cli.inspect import report_command
 
     return report_command(run, reference)
+
+
+@app.command
+def status(
+    run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo.")],
+    /,
+    *,
+    watch: Annotated[bool, Parameter(negative="--once", help="Again every second until the run ends.")] = False,
+    json: Annotated[bool, Parameter(negative="", help="As JSON, one line each time.")] = False,
+) -> int:
+    """How a run is doing: progress, rollouts in flight, engine, sandboxes, faults and recoveries.
+
+    Reads the run's folder and locks nothing, so anybody may ask at any time. Exits with 1 when the driver is gone
+    before the run's end (and says how to resume), or when not every rollout was delivered.
+
+    Example: `belayer status runs/shell_grpo --watch`
+    """
+    from belayer.cli.status import status_command
+
+    return status_command(run, as_json=json, watch=watch)
+
+
+@app.command
+def timeline(
+    run: Annotated[Path, Parameter(help="The folder of a `train` run, e.g. runs/shell_grpo.")],
+    /,
+    *,
+    rollout: Annotated[str | None, Parameter(help="Only this rollout; `belayer show RUN` lists them.")] = None,
+    output: Annotated[
+        Path | None, Parameter(help="Where to; .html makes a page that shows it. Default: trace.json of the run.")
+    ] = None,
+) -> int:
+    """Write a run's timeline for Perfetto or chrome://tracing: turns, actions, checkpoints, faults, recoveries.
+
+    Example: `belayer timeline runs/shell_grpo --output timeline.html`
+    """
+    from belayer.cli.inspect import timeline_command
+
+    return timeline_command(run, rollout, output)
+
+
+metrics = App(name="metrics", help="Prometheus metrics of runs; `belayer train --metrics-port` serves them.")
+app.command(metrics)
+
+
+@metrics.command(name="dashboard")
+def metrics_dashboard() -> int:
+    """Print a Grafana dashboard for them. Example: `belayer metrics dashboard > belayer.json`, then import it."""
+    from belayer.cli.inspect import dashboard_command
+
+    return dashboard_command()
 
 
 @app.command
