@@ -154,7 +154,7 @@ class ModelSandbox:
                 [("damaged", b"")] if fault == "damaged image" else [*self.log, ("broken", b"")][: action + self.broken]
             )
             self.owner.world.images[self.name, number] = image
-            return SimpleNamespace(id=number, level="full", timings=SimpleNamespace(frozen_s=0.01))
+            return SimpleNamespace(id=number, level="full", image_bytes=0, timings=SimpleNamespace(frozen_s=0.01))
         finally:
             self.dumping = False
 
