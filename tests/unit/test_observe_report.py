@@ -310,8 +310,8 @@ def test_trace_slices_nest(runs: tuple[Path, Path]) -> None:
             stack.append((start, end))
     named = {(event["pid"], event["tid"]) for event in trace if event["name"] == "thread_name"}
     assert set(lanes) <= named
-    marks = [event for event in trace if event["ph"] == "i"]
-    assert len(marks) == read_summary(run / "summary.json").faults_injected
+    faults = [one for one in slices if one["cat"] == "fault" and one["args"]["injected"]]
+    assert len(faults) == read_summary(run / "summary.json").faults_injected
 
 
 def test_a_resumed_run_has_no_gap_in_run_time(tmp_path: Path) -> None:

@@ -35,15 +35,39 @@ def compare_command(run: Path, reference: Path) -> int:
     return 0 if found.same else 1
 
 
-def report_command(run: Path, reference: Path | None) -> int:
-    from belayer.observe import write_report, write_timeline
-
+def need_metrics(run: Path) -> None:
+    """Raises `RunError` unless `run` is a run directory whose driver records its events."""
     need_run(run)
     if not (run / "metrics.jsonl").is_file():
         raise RunError(
             f"{run} has no metrics.jsonl: only runs of `belayer train` record one",
             next_step=f"`belayer show {run}` prints its rollouts from the journal",
         )
+
+
+def timeline_command(run: Path, rollout: str | None, output: Path | None) -> int:
+    """Write the trace, or a page that shows it."""
+    from belayer.observe import write_timeline
+
+    need_metrics(run)
+    path = write_timeline(run, output=output, rollout=rollout)
+    where = "open it in a browser" if path.suffix == ".html" else "open it at ui.perfetto.dev or chrome://tracing"
+    console.print(f"timeline: {path}  ({where})")
+    return 0
+
+
+def dashboard_command() -> int:
+    """Print the Grafana dashboard."""
+    from belayer.observe.dashboard import dashboard_json
+
+    print(dashboard_json(), end="")
+    return 0
+
+
+def report_command(run: Path, reference: Path | None) -> int:
+    from belayer.observe import write_report, write_timeline
+
+    need_metrics(run)
     if reference is None and (run / "reference" / "run.json").is_file():
         reference = run / "reference"
     console.print(f"report:   {write_report(run, reference)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,16 @@ from belayer.config import Config, load_config
 from belayer.errors import BelayerError, ConfigError, RunError
 from belayer.files import write_atomically
 from belayer.journal import compare_runs
-from belayer.observe import MetricsLog, RunSummary, Summary, open_view, read_summary, write_report, write_timeline
+from belayer.observe import (
+    MetricsLog,
+    RunSummary,
+    Summary,
+    open_view,
+    open_watchers,
+    read_summary,
+    write_report,
+    write_timeline,
+)
 from belayer.run import open_directory
 from belayer.run_directory import RunDirectory
 from belayer.training.task import load_task
@@ -33,8 +43,17 @@ def train_command(
     seed: int | None,
     steps: int | None,
     plain: bool,
+    metrics_port: int | None = None,
 ) -> int:
-    config = load_config(path, {"faults.inject": inject, "run.seed": seed, "train.steps": steps})
+    config = load_config(
+        path,
+        {
+            "faults.inject": inject,
+            "run.seed": seed,
+            "train.steps": steps,
+            "observe.metrics_port": metrics_port,
+        },
+    )
     if config.train is None:
         raise ConfigError(f"{path} has no [train] section")
     load_task(config.train.task, path.absolute().parent)  # a wrong name should be said before a run is made
@@ -48,7 +67,7 @@ def train_command(
     return _job(config, path.absolute().parent, directory, reference=reference, plain=plain)
 
 
-def resume_command(directory: Path, *, plain: bool) -> int:
+def resume_command(directory: Path, *, plain: bool, metrics_port: int | None = None) -> int:
     directory = directory.absolute()
     try:
         job = json.loads((directory / JOB_FILE).read_text())
@@ -64,6 +83,9 @@ def resume_command(directory: Path, *, plain: bool) -> int:
         raise RunError(f"there is no run at {directory}", next_step="check the path") from None
     except (ValueError, KeyError) as error:
         raise RunError(f"{directory / JOB_FILE} is damaged: {error}", kept="the journal beside it") from None
+    if metrics_port is not None:
+        observe = config.observe.model_copy(update={"metrics_port": metrics_port})
+        config = config.model_copy(update={"observe": observe})
     return _job(config, base, directory, reference=reference, plain=plain)
 
 
@@ -131,7 +153,14 @@ def _one_run(config: Config, base: Path, held: RunDirectory, *, title: str, plai
     directory = held.path
     metrics_path = directory / "metrics.jsonl"
     summary = Summary.from_metrics(metrics_path) if metrics_path.exists() else Summary()
-    with MetricsLog(metrics_path) as metrics, open_view(title, plain=plain) as view:
+    with ExitStack() as stack:
+        try:
+            watchers = stack.enter_context(open_watchers(config.observe, directory, say=console.print))
+        except BaseException:
+            held.close()
+            raise
+        metrics = stack.enter_context(MetricsLog(metrics_path))
+        view = stack.enter_context(open_view(title, plain=plain))
 
         async def main() -> RunSummary:
             loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -143,7 +172,7 @@ def _one_run(config: Config, base: Path, held: RunDirectory, *, title: str, plai
                 task.cancel()
 
             loop.add_signal_handler(signal.SIGTERM, stop)  # SIGTERM cleans up exactly as Ctrl-C does
-            sink = events.fan_out(metrics, summary, view)
+            sink = events.fan_out(metrics, summary, view, *watchers)
             try:
                 outcome = await run_job(config, base, held, sink=sink, say=console.print)
                 started, delivered, duplicated = outcome.journal_counts

@@ -8,6 +8,7 @@ from belayer.observe.metrics import MetricsLog, read_metrics, scan_metrics
 from belayer.observe.report import write_report
 from belayer.observe.summary import Recovery, RunSummary, Summary, read_summary
 from belayer.observe.timeline import write_timeline
+from belayer.observe.watchers import open_watchers
 
 __all__ = [
     "LiveView",
@@ -18,6 +19,7 @@ __all__ = [
     "Summary",
     "View",
     "open_view",
+    "open_watchers",
     "read_metrics",
     "read_summary",
     "scan_metrics",

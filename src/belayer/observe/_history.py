@@ -5,7 +5,7 @@ All times are run time: see `_clock`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from belayer import events as ev
 from belayer.events import Event
@@ -24,14 +24,15 @@ class Step:
     reward: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fault:
-    """A fault at `x` (run time). `injected` is False for one that only was detected."""
+    """A fault at `x` (run time). `injected` is False for one that only was detected; `detected` is when (run time)."""
 
     x: float
     fault: str
     subject: str
     injected: bool
+    detected: float | None = None
 
     @property
     def lane(self) -> str:
@@ -40,10 +41,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A recovery that was complete at `end` (run time)."""
+    """A recovery that was complete at `end` (run time), and the fault that it answers where that is known."""
 
     end: float
     recovery: Recovery
+    cause: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,15 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """The context of `rollout` was shortened at `x` (run time)."""
+
+    x: float
+    rollout: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """The worker or the shadow entered `state` at `x` (run time)."""
 
@@ -83,12 +94,15 @@ class History:
     """Everything of one run that can be drawn."""
 
     length: float = 0.0
+    begin: float = 0.0
+    """Where what is of interest begins: 0, unless it is one rollout's part."""
     resumes: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     recoveries: list[Done] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     lives: list[Life] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
     workers: list[State] = field(default_factory=list)
     shadows: list[State] = field(default_factory=list)
 
@@ -96,7 +110,35 @@ class History:
     def checkpoints(self) -> list[Span]:
         return [span for span in self.spans if span.kind == "checkpoint"]
 
+    def only(self, rollout: str) -> History:
+        """What concerns one rollout: its own doings, and the steps, faults and recoveries of the engine meanwhile."""
+        lives = [life for life in self.lives if life.rollout == rollout]
+        spans = [span for span in self.spans if span.rollout == rollout]
+        begin = min([each.start for each in (*lives, *spans)], default=0.0)
+        ends = [self.length if each.end is None else each.end for each in (*lives, *spans)]
+        end = max(ends, default=0.0)
 
+        def concerns(subject: str, since: float, until: float) -> bool:
+            return subject == rollout or (subject in ENGINE_PARTS and since <= end and until >= begin)
+
+        def done_of(done: Done) -> bool:
+            one = done.recovery
+            return concerns(one.subject or one.what, done.end - one.total_s, done.end)
+
+        return replace(
+            self,
+            length=end,
+            begin=begin,
+            steps=[step for step in self.steps if step.end >= begin and step.end - (step.wall_s or 0.0) <= end],
+            faults=[fault for fault in self.faults if concerns(fault.subject, fault.x, fault.detected or fault.x)],
+            recoveries=[done for done in self.recoveries if done_of(done)],
+            spans=spans,
+            lives=lives,
+            cuts=[cut for cut in self.cuts if cut.rollout == rollout],
+        )
+
+
+ENGINE_PARTS = frozenset(("worker", "shadow", "owner", "weights", "nursery", "device"))
 _SPANS = {ev.GENERATE: "generate", ev.EXEC: "exec", ev.CHECKPOINT: "checkpoint"}
 
 
@@ -134,11 +176,14 @@ class _Sorter:
         elif kind == ev.FAULT_INJECTED:
             self._injected(Fault(x, text(data, "fault", "unnamed"), event.subject or text(data, "target"), True))
         elif kind == ev.FAULT_DETECTED:
-            self._detected(Fault(x, text(data, "fault", "unnamed"), event.subject, False))
+            self._detected(Fault(x, text(data, "fault", "unnamed"), event.subject, False, x))
         elif kind == ev.RECOVERED:
             place = self._awaiting.pop(event.subject, None)
             fault = None if place is None else found.faults[place]
-            found.recoveries.append(Done(x, recovery_of(event, fault.fault if fault and fault.injected else None)))
+            kind_of = fault.fault if fault and fault.injected else None
+            found.recoveries.append(Done(x, recovery_of(event, kind_of), fault))
+        elif kind == ev.ROLLOUT_TRUNCATED:
+            found.cuts.append(Cut(x, event.subject, text(data, "reason")))
         elif kind in (ev.WORKER_STATE, ev.SHADOW_STATE):
             self._process(event, x)
 
@@ -152,7 +197,9 @@ class _Sorter:
     def _injected(self, fault: Fault) -> None:
         place = self._awaiting.get(fault.subject)
         if place is not None and not self._found.faults[place].injected:
-            self._found.faults[place] = fault  # its detection was reported first
+            # its detection was reported first
+            fault.detected = self._found.faults[place].detected
+            self._found.faults[place] = fault
         else:
             self._awaiting[fault.subject] = len(self._found.faults)
             self._found.faults.append(fault)
@@ -169,6 +216,9 @@ class _Sorter:
                 return
             self._awaiting[fault.subject] = len(self._found.faults)
             self._found.faults.append(fault)
+            return
+        known = self._found.faults[self._awaiting[fault.subject]]
+        known.detected = fault.detected if known.detected is None else known.detected
 
     def _process(self, event: Event, x: float) -> None:
         generation = whole(event.data, "generation")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, deque
 from copy import copy
 from dataclasses import dataclass, field
 
 from belayer import events as ev
 from belayer.events import Event
+from belayer.observe._engine_state import EngineState
 from belayer.observe._values import number, text, whole
 from belayer.observe.summary import Recovery, checkpoint_times, recovery_of
 
@@ -31,7 +31,7 @@ class Recent:
 
 
 @dataclass(slots=True)
-class LiveState:
+class LiveState(EngineState):
     """Everything the view shows. Read it through `LiveFeed.snapshot`."""
 
     begun: float | None = None
@@ -53,11 +53,7 @@ class LiveState:
     recovered: Counter[str] = field(default_factory=Counter)
     totals: dict[str, deque[float]] = field(default_factory=dict)
     recent: deque[Recent] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    generation: int | None = None
-    worker: str = ""
-    shadow: str = ""
-    shadow_reason: str = ""
-    owner: str = ""
+    sandboxes: int | None = None
     checkpoints: int = 0
     checkpoint_wall_s: float = 0.0
     checkpoint_exposed_s: float = 0.0
@@ -87,7 +83,6 @@ class LiveFeed:
         self._state = LiveState()
         self._open: set[str] = set()
         self._awaiting: dict[str, Recent] = {}
-        self._ready_shadow: int | None = None
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
@@ -111,10 +106,11 @@ class LiveFeed:
         state, data, kind = self._state, event.data, event.kind
         if state.begun is None:
             state.begun = event.at
+        state.take(event)
         if kind == ev.GENERATE:
             tokens = whole(data, "tokens") or 0
             state.tokens += tokens
-            second = int(time.time())
+            second = int(event.at)
             if state.buckets and state.buckets[-1][0] == second:
                 state.buckets[-1] = (second, state.buckets[-1][1] + tokens)
             else:
@@ -144,10 +140,8 @@ class LiveFeed:
             self._fault(event)
         elif kind == ev.RECOVERED:
             self._recovered(event)
-        elif kind in (ev.WORKER_STATE, ev.SHADOW_STATE):
-            self._process(event)
-        elif kind == ev.OWNER_STATE:
-            state.owner = text(data, "state")
+        elif kind == ev.SANDBOXES_RUNNING:
+            state.sandboxes = whole(data, "count")
         elif kind == ev.RUN_STARTED:
             state.ended = None
             state.seed = whole(data, "seed")
@@ -173,10 +167,6 @@ class LiveFeed:
         waiting = self._awaiting.get(subject)
         if injected:
             self._state.faults[fault] += 1
-        elif subject == "shadow":
-            self._state.shadow, self._state.shadow_reason, self._ready_shadow = "dead", "", None
-        elif subject == "worker":
-            self._state.worker = "failed"
         if fault == "checkpoint":  # one checkpoint less, but nothing broke
             return
         if waiting is None:
@@ -200,15 +190,3 @@ class LiveFeed:
             line = Recent(event.at - one.total_s, one.fault or "", event.subject or one.what, False)
             state.recent.append(line)
         line.recovery = one
-
-    def _process(self, event: Event) -> None:
-        state, data = self._state, event.data
-        name, generation = text(data, "state"), whole(data, "generation")
-        if event.kind == ev.SHADOW_STATE:
-            state.shadow, state.shadow_reason = name, text(data, "reason")
-            self._ready_shadow = generation if name == "ready" else None
-            return
-        state.worker = name
-        state.generation = generation if generation is not None else state.generation
-        if name == "serving" and generation is not None and generation == self._ready_shadow:
-            state.shadow, state.shadow_reason, self._ready_shadow = "promoted", "", None

@@ -6,6 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from belayer.observe._markup import Markup
+
 LARGEST = 1e12
 """No time, duration or count of a run is larger; in microseconds it still fits 64 bits."""
 
@@ -41,6 +45,14 @@ def seconds_of(data: Mapping[str, Any], key: str) -> dict[str, float]:
         return {}
     found = {str(name): number(table, name) for name in table}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def json_for_html(data: object) -> Markup:
+    """`data` as JSON that may stand in a script element: `<`, `>` and `&` are escapes, so no text can end it."""
+    content = msgspec.json.encode(data).decode()
+    for character in "<>&\u2028\u2029":
+        content = content.replace(character, f"\\u{ord(character):04x}")
+    return Markup(content)
 
 
 def phase_label(name: str) -> str:

@@ -163,12 +163,19 @@ def _rows(state: LiveState, now: float, room: int, unicode: bool) -> list[tuple[
     return [
         ("reward", _reward(state, room, unicode)),
         ("rollouts", rollouts),
-        ("tokens", Text.assemble((f"{state.tokens_per_s(now):,.0f}/s", "bold"), f" · {state.tokens:,} in all")),
+        ("tokens", Text.assemble((f"{_token_rate(state, now):,.0f}/s", "bold"), f" · {state.tokens:,} in all")),
         ("engine", _engine(state)),
         ("checkpoints", checkpoints),
         ("injected", faults),
         ("recovered", recovered),
     ]
+
+
+def _token_rate(state: LiveState, now: float) -> float:
+    """Tokens per second: of late while the run goes on, of the whole run when it has ended."""
+    if state.ended is None or state.begun is None:
+        return state.tokens_per_s(now)
+    return state.tokens / max(1.0, state.ended - state.begun)
 
 
 def _engine(state: LiveState) -> Text:
@@ -183,7 +190,7 @@ def _engine(state: LiveState) -> Text:
     line.append(state.shadow or "none", style="green" if state.shadow == "ready" else "yellow")
     if state.shadow_reason and state.shadow != "ready":
         line.append(f" ({state.shadow_reason})", style="dim")
-    if state.owner and state.owner not in ("ready", "serving", "started"):
+    if state.owner and state.owner not in ("ready", "serving", "started", "ended"):
         line.append(f" · owner {state.owner}", style="yellow")
     return line
 

@@ -155,21 +155,43 @@ def scan_metrics(path: Path) -> Metrics:
     """
     events: list[Event] = []
     unreadable = 0
-    decoder = msgspec.json.Decoder(_Line)
     with open(path, "rb") as stream:
         for line in stream:
             if not line.strip():
                 continue
-            try:
-                found = decoder.decode(line)
-            except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: bytes that are no UTF-8
+            event = _parsed(line)
+            if event is None:
                 unreadable += 1
-                continue
-            if abs(found.at) <= LARGEST:
-                events.append(Event(kind=found.kind, subject=found.subject, at=found.at, data=found.data))
             else:
-                unreadable += 1
+                events.append(event)
     return Metrics(events, unreadable)
+
+
+class MetricsTail:
+    """Reads a `metrics.jsonl` that grows: `read` returns the events of the lines that became whole since the last call.
+
+    A file that is not there yet has no events.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    @property
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def read(self) -> list[Event]:
+        try:
+            with open(self.path, "rb") as stream:
+                stream.seek(self._offset)
+                content = stream.read()
+        except FileNotFoundError:
+            return []
+        whole = content.rfind(b"\n") + 1
+        self._offset += whole
+        found = [_parsed(line) for line in content[:whole].splitlines() if line.strip()]
+        return [event for event in found if event is not None]
 
 
 def read_metrics(path: Path) -> list[Event]:
@@ -184,6 +206,20 @@ class _Line(msgspec.Struct):
     at: float
     subject: str = ""
     data: dict[str, Any] = {}
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+def _parsed(line: bytes) -> Event | None:
+    """The event in a line, or None where there is none."""
+    try:
+        found = _decoder.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: bytes that are no UTF-8
+        return None
+    if not abs(found.at) <= LARGEST:
+        return None
+    return Event(kind=found.kind, subject=found.subject, at=found.at, data=found.data)
 
 
 def _plain(value: object) -> object:

@@ -15,7 +15,7 @@ from belayer.observe._figures_rollouts import checkpoints_figure, lanes_figure
 from belayer.observe._history import History, history_of
 from belayer.observe._markup import Markup, tag
 from belayer.observe._style import CSS
-from belayer.observe._values import count, duration, phase_label, quantile
+from belayer.observe._values import count, duration, json_for_html, phase_label, quantile
 from belayer.observe.metrics import scan_metrics
 from belayer.observe.summary import Recovery, RunSummary, Summary, read_summary
 
@@ -271,7 +271,7 @@ def _footer(run: _Source, other: _Source | None) -> Markup:
 
 
 def _embedded(run: _Source, other: _Source | None) -> Markup:
-    """The figures' data. `<`, `>` and `&` become JSON escapes, so that no text can end the element."""
+    """The data behind the figures."""
     data: dict[str, Any] = {
         "summary": run.summary,
         "steps": run.history.steps,
@@ -282,7 +282,4 @@ def _embedded(run: _Source, other: _Source | None) -> Markup:
         "checkpoints": [[one.start, one.end, one.exposed_s] for one in run.history.checkpoints],
         "reference": {"summary": other.summary, "steps": other.history.steps} if other else None,
     }
-    text = msgspec.json.encode(data).decode()
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return tag("script", Markup(text), type="application/json", id="belayer-data")
+    return tag("script", json_for_html(data), type="application/json", id="belayer-data")

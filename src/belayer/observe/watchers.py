@@ -1,0 +1,34 @@
+"""What a run's configuration asks to have its events sent to: the metrics page and the exporters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from belayer.config import ObserveConfig
+from belayer.events import EventSink
+
+
+@contextmanager
+def open_watchers(
+    config: ObserveConfig, run_dir: Path, *, say: Callable[[str], None] = lambda text: None
+) -> Iterator[list[EventSink]]:
+    """Sinks for the events of the run in `run_dir`, closed at the end; `say` is told the address of the metrics.
+
+    Raises `ConfigError` when a package is missing or the port cannot be had.
+    """
+    with ExitStack() as stack:
+        sinks: list[EventSink] = []
+        if config.metrics_port is not None:
+            from belayer.observe.prometheus import MetricsServer, RunMetrics
+
+            metrics = RunMetrics(run=run_dir.name, journal=run_dir / "journal")
+            server = stack.enter_context(MetricsServer(metrics, host=config.metrics_host, port=config.metrics_port))
+            say(f"metrics: {server.url}")
+            sinks.append(metrics)
+        if config.exporters:
+            from belayer.observe.exporters import open_exporter
+
+            sinks += [stack.enter_context(open_exporter(name, run_dir)) for name in dict.fromkeys(config.exporters)]
+        yield sinks
