@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from belayer.cli.inspect import need_run
-from belayer.errors import RunError
-from belayer.journal import History, read_histories, scan
+from belayer.errors import JournalCorrupt, RunError
+from belayer.journal import AnyRecord, History, read_histories, result_gone, scan
 from belayer.observe.survivorship import survivorship
 from belayer.observe.transcript import Entry, tokenizer_of, transcript
 
 LIMIT = 500  # characters shown of one text; --json has all of it
-_QUIET = ("no checkpoint", "checkpoint", "value")
+_QUIET = ("no checkpoint", "checkpoint", "policy", "value")
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -34,13 +34,24 @@ def show_command(run: Path, rollout: str | None, *, as_json: bool) -> int:
         return 0
     if rollout not in histories:
         raise RunError(f"no rollout {rollout} in {run}", next_step=f"`belayer show {run}` lists them")
-    entries = transcript(scan(run / "journal"), rollout, tokenizer_of(run, _model(run)))
+    records, lost = _records(run / "journal", rollout)
+    entries = transcript(records, rollout, tokenizer_of(run, _model(run)))
     if as_json:
         data = {**_summary(histories[rollout]), "entries": msgspec.to_builtins(entries)}
-        console.print_json(data=data)
+        console.print_json(data=data | ({"archive": lost} if lost else {}))
     else:
         _print_entries(rollout, histories[rollout], entries)
+        if lost:
+            console.print(lost, markup=False)
     return 0
+
+
+def _records(journal: Path, rollout: str) -> tuple[list[AnyRecord], str]:
+    """The rollout's records with archived results put back; without them, and why, when an archive cannot be read."""
+    try:
+        return list(scan(journal, rollout=rollout, archived=True)), ""
+    except JournalCorrupt as error:
+        return list(scan(journal, rollout=rollout)), error.what  # which raises again unless it was the archive
 
 
 def _model(run: Path) -> str | None:
@@ -57,6 +68,7 @@ def _summary(history: History) -> dict[str, Any]:
         "restored": history.restores,
         "cut": history.truncations,
         "attempt": history.attempt,
+        "results_gone": sum(result_gone(call.result) is not None for call in history.calls),
     }
 
 
@@ -72,6 +84,7 @@ def _print_rollouts(histories: dict[str, History]) -> None:
         table.add_column(heading, no_wrap=True)
     for history in histories.values():
         row = _summary(history)
+        del row["results_gone"]
         row["reward"] = "" if history.reward is None else f"{history.reward:.3f}"
         table.add_row(*map(str, row.values()))
     console.print(table)
@@ -82,6 +95,8 @@ def _print_rollouts(histories: dict[str, History]) -> None:
         f"{sum(h.truncations > 0 for h in everyone)} with a context that was cut, "
         f"{sum(h.attempt > 0 for h in everyone)} started more than once"
     )
+    if gone := sum(result_gone(call.result) is not None for history in everyone for call in history.calls):
+        console.print(f"{gone} results of acknowledged rollouts were taken out of the journal by run.retention")
     console.print("by length (a trainer learns from what is delivered: it should not depend on the length):")
     for each in survivorship(everyone):
         length = f"{each.low}" if each.low == each.high else f"{each.low}-{each.high or ''}"

@@ -64,6 +64,10 @@ def _print(run: Path, verdict: Verdict, again: Reexecution | None) -> None:
         f"({verdict.delivered} delivered), {verdict.failed} failed, {verdict.unfinished} unfinished; "
         f"{verdict.restores} restored environments, {verdict.truncated_tokens} tokens cut off"
     )
+    if verdict.results_gone:
+        console.print(
+            f"{verdict.results_gone} results of acknowledged rollouts were taken out by run.retention; their digests were not"
+        )
     for finding in verdict.findings[:SHOWN]:
         console.print(f"broken: {finding.rollout}, attempt {finding.attempt}: {finding.what}", markup=False)
     if len(verdict.findings) > SHOWN:

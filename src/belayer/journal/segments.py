@@ -64,8 +64,8 @@ def _kind(payload: bytes) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def scan(folder: Path, *, archived: bool = False) -> Iterator[AnyRecord]:
-    """Every whole record, oldest first. Safe beside a live writer: what is not whole yet is not there yet.
+def scan(folder: Path, *, archived: bool = False, rollout: str | None = None) -> Iterator[AnyRecord]:
+    """Every whole record (of `rollout`), oldest first. Safe beside a live writer: what is not whole is not there yet.
 
     `archived`: results that retention moved to an archive are put back. Raises `JournalCorrupt` for damage anywhere but
     in the torn tail, then also for damage of an archive.
@@ -73,6 +73,8 @@ def scan(folder: Path, *, archived: bool = False) -> Iterator[AnyRecord]:
     held: dict[int, bytes] = {}
     segment: Path | None = None
     for path, seq, _, record in _scan(folder):
+        if rollout is not None and record.rollout != rollout:
+            continue
         gone = result_gone(record.result) if archived and isinstance(record, ActionCompleted) else None
         if gone is None or not gone.archived:
             yield record

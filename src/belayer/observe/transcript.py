@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from belayer.journal import AnyRecord
+from belayer.journal import AnyRecord, Gone
 from belayer.journal import records as r
 from belayer.recovery.actions import action_of, describe, from_journal
 
@@ -98,6 +98,8 @@ def _add(entries: list[Entry], record: AnyRecord) -> None:
             new("checkpoint", k=record.k, generation=record.g, detail=_checkpoint(record))
         case r.CheckpointSkipped():
             new("no checkpoint", k=record.k, detail=record.why)
+        case r.PolicyChanged():
+            new("policy", k=record.k, detail=f"{record.policy} decides from here on, not {record.was}")
         case r.EnvRestored():
             if (entry := _unfinished(entries, attempt)) is not None:
                 entry.void, entry.detail = True, "the environment was lost before it had completed"
@@ -138,6 +140,9 @@ def _unfinished(entries: list[Entry], attempt: int) -> Entry | None:
 
 def _shown(result: Any) -> str:
     live = from_journal(result)
+    if isinstance(live, Gone):
+        where = "in an archive that cannot be read" if live.archived else "not kept"
+        return f"[{live.size} bytes, {where}: the rollout was acknowledged]"
     text = getattr(live, "text", None)
     shown = repr(live) if text is None else text
     code = getattr(live, "exit_code", None)

@@ -33,6 +33,7 @@ class Verdict(msgspec.Struct):
     restores: int = 0
     truncated_tokens: int = 0
     records: int = 0
+    results_gone: int = 0  # taken out by retention: their digests are still compared, their text is not there
     findings: list[Finding] = msgspec.field(default_factory=list)
 
     @property
@@ -56,6 +57,7 @@ def verify_records(records: Iterable[r.AnyRecord]) -> Verdict:
 
     for record in records:
         verdict.records += 1
+        verdict.results_gone += isinstance(record, r.ActionCompleted) and r.result_gone(record.result) is not None
         mine = attempts.setdefault(record.rollout, [])
         try:
             product.setdefault(record.rollout, History(record.rollout)).apply(record)
