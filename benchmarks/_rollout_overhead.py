@@ -60,19 +60,16 @@ class Side(msgspec.Struct):
     trajectories: list[tuple[list[int], float]]
 
 
-class Seen(msgspec.Struct):
+class Seen:
     """What the subject's events said since the last `clear`. Seconds are sums."""
 
-    taken: int = 0
-    skipped: int = 0
-    abandoned: int = 0
-    wall_s: list[float] = []
-    exposed_s: float = 0.0
-    frozen_s: float = 0.0
-    faults: int = 0
+    def __init__(self) -> None:
+        self.clear()
 
     def clear(self) -> None:
-        self.__init__()
+        self.taken = self.skipped = self.abandoned = self.faults = 0
+        self.wall_s: list[float] = []
+        self.exposed_s = self.frozen_s = 0.0
 
     def __call__(self, event: ev.Event) -> None:
         if event.kind == ev.CHECKPOINT:
