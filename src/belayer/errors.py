@@ -29,7 +29,8 @@ Every error says three things: what happened, what was kept, and what to do next
     │   ├── RestoreFailed       a restore did not produce the checkpointed state    (nothing was activated)
     │   └── ImageError          a sandbox image is missing or cannot be unpacked
     └── RolloutFailed           one rollout ended without a trajectory; carries the *first* failure
-        └── BudgetSpent         its infrastructure or agent retry budget is used up
+        ├── BudgetSpent         its infrastructure or agent retry budget is used up
+        └── ContextDiverged     the environment cannot be what a harness's context says, and we cannot cut that context
 
 What an agent's command does (a non-zero exit, a timeout, an out-of-memory kill in its own cgroup) is a result, not an
 error: see `belayer.sandbox.ExecResult`. An infrastructure failure is never turned into a reward and never dropped.
@@ -190,3 +191,11 @@ class RolloutFailed(BelayerError):
 
 class BudgetSpent(RolloutFailed):
     """The rollout's budget of infrastructure or agent retries is used up."""
+
+
+class ContextDiverged(RolloutFailed):
+    """After a fault the environment could not be brought back to what the harness's context says of it.
+
+    Belayer cuts the contexts that it keeps itself. A harness keeps its own, so the rollout has to end: going on would
+    let the model act on a state that it has never seen.
+    """

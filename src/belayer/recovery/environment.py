@@ -136,6 +136,11 @@ class EnvironmentKeeper:
         """Number of actions that the environment has, and the journal holds."""
         return len(self._history.actions())
 
+    @property
+    def first_loss(self) -> str:
+        """Why the environment was lost for the first time; empty if it never was."""
+        return self._first_loss
+
     # -- actions ----------------------------------------------------------------------------------
 
     async def act(self, call: int, action: Action, *, interrupt: asyncio.Event | None = None) -> Any:
