@@ -1,5 +1,8 @@
 """Fault campaigns: random faults on living systems under load; nothing may be lost, repeated, changed, stuck or left.
 
+Without one of the two flags below: whole rollouts on a living engine and living sandboxes, struck at every failpoint of
+the protocol by every kind of fault, the death of the driver and a full disk among them; see `_joint_campaign`.
+
 `--engine`: SIGKILL, SIGSEGV, SIGABRT, SIGBUS and SIGSTOP of the worker, the same of its shadow, SIGKILL and SIGSTOP of
 the owner, SIGKILL of the nursery, double faults, and kills at every failpoint of a weights update; at seeded random
 moments, while six requests are always in flight. Every completion is compared, token by token and logprob by logprob,
@@ -9,8 +12,8 @@ descriptors nor memory may have grown.
 `--sandbox`: sandboxes that hold everything a checkpoint must capture are killed and restored, and every state compared;
 see `_sandbox_rounds`.
 
-`--faults N` injects N faults (1,000; sandboxes: 500), `--seed S` others. A campaign that was stopped goes on with
-`--resume`.
+`--faults N` injects N faults (2,000; engine: 1,000; sandboxes: 500), `--seed S` others. A campaign that was stopped
+goes on with `--resume`.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ from belayer.config import EngineConfig
 from belayer.errors import ConfigError
 from belayer.faults.engine_kinds import WEIGHTS
 
-from . import _sandbox_rounds
+from . import _joint_report, _sandbox_rounds
 from ._fault_campaign import Campaign, Kind, Outcome
 from ._fault_episode import Record
+from ._joint_campaign import Campaign as JointCampaign
 from ._models import Model, folder
 
 COUNT = {True: 40, False: 1000}
 ROUNDS = {True: 40, False: 500}
+JOINT = {True: 24, False: 2000}
+JOINT_ROLLOUTS = {True: 12, False: 96}  # of every round
 QUICK_S = 38.0  # no fault is struck later; the end comes on top
 COUNTED = ("lost", "duplicated", "changed", "logprobs_changed", "hung", "failed", "leaked")
 SHOWN = 20  # of what went wrong
@@ -104,8 +110,12 @@ def bench(
     resume: bool = False,
 ) -> dict[str, Any]:
     """Run the campaign; the result is in the form of every bench, one cell for each kind of fault."""
-    if engine == sandbox:
-        raise ConfigError("not exactly one campaign was chosen", next_step="say what to strike: --engine or --sandbox")
+    if engine and sandbox:
+        raise ConfigError(
+            "two campaigns were chosen", next_step="say --engine or --sandbox, or neither for whole rollouts"
+        )
+    if not engine and not sandbox:
+        return _joint(quick, faults or JOINT[quick], seed, resume)
     if sandbox:
         return _sandbox_rounds.rounds(faults or ROUNDS[quick], seed, resume, QUICK_S if quick else None, _console.print)
     plan = workload()
@@ -134,6 +144,28 @@ def bench(
         _console.print(f"stopped after {campaign.outcome.injected} faults; go on with --resume")
         raise
     return _result(campaign.outcome, seed) | {"skipped": skipped, "logs": str(logs)}
+
+
+def _joint(quick: bool, faults: int, seed: int, resume: bool) -> dict[str, Any]:
+    campaign = JointCampaign(
+        workload().model,
+        faults=faults,
+        rollouts=JOINT_ROLLOUTS[quick],
+        seed=seed,
+        quick=quick,
+        state=Path("build") / f"bench-faults-joint-{seed}{'-quick' if quick else ''}.state.json",
+        say=_console.print,
+    )
+    if resume:
+        campaign.resume()
+        _console.print(f"going on after {campaign.saved.injected} faults")
+    try:
+        campaign.run()
+    except KeyboardInterrupt:
+        _joint_report.show(_joint_report.result_of(campaign.saved, faults, quick=quick), _console)
+        _console.print(f"stopped after {campaign.saved.injected} faults; go on with --resume")
+        raise
+    return _joint_report.result_of(campaign.saved, faults, quick=quick)
 
 
 def _result(outcome: Outcome, seed: int) -> dict[str, Any]:
@@ -206,6 +238,8 @@ def _p99(values: list[float]) -> float | None:
 
 def show(result: dict[str, Any], console: Console) -> None:
     """The table by kind of fault, and the totals."""
+    if "pairs" in result:
+        return _joint_report.show(result, console)
     if "rounds" in result:
         return _show_rounds(result, console)
     table = Table("fault", "injected", "how", "median", "p99", "detection", "its p99", title="belayer bench faults")

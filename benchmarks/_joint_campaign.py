@@ -1,0 +1,524 @@
+"""The joint campaign: whole rollouts on a living engine and living sandboxes, struck at every moment by every kind.
+
+One undisturbed run says what the rollouts come to. Then the same rollouts are done again and again, each time in a new
+run directory, by drivers that strike themselves, their engine, their sandboxes and their disk. A driver that dies is
+started again on the same directory, until every rollout is acknowledged. What came of it is then compared with the
+undisturbed run, its journal is examined by `belayer.verify`, and the host is searched for what was left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from belayer.config import SandboxConfig
+from belayer.errors import BelayerError
+from belayer.faults.joint_kinds import ENDS_DRIVER, JointFault, pairs, stream
+from belayer.journal import read_histories
+from belayer.ownership import RunLabel, labels
+from belayer.ownership.reap import everything_labelled, reap
+from belayer.sandbox.store import Store
+from belayer.verify import verify_run
+
+from ._joint_driver import DISK_FULL, FILLER, Spec
+from ._joint_task import COMMAND_TIMEOUT_S, Outcome
+from ._models import Model, folder
+
+DISK_MIB = 512
+LOGS = "logs"
+SILENT_S = 75.0  # no record and no blow for so long, although there is work: it hangs
+START_S = 400.0  # the same for a driver that has not begun: an image of the engine may have to be made first
+SESSIONS = 40  # of one round; a round that needs more makes no progress
+TRIES = 3  # rounds in which a failpoint may not be passed before its fault is given up
+HANDED = 160  # faults that one driver is given
+SAY_EVERY_S = 15.0
+GROWTH = {"fds": 16, "threads": 24, "mib": 400}
+ENDS = 4  # faults that end a driver, of which one gets the first chance that comes
+DURABLE_ONLY = "checkpoint.write."
+POLICIES = ("always", "always", "every-n", "always")
+
+
+class Record(msgspec.Struct):
+    """What became of one fault. `survived`: everything that it could have hurt came out right."""
+
+    index: int
+    point: str
+    kind: str
+    injected: bool = False
+    survived: bool = True
+    why: str = ""
+    rollout: str = ""
+    round: int = 0
+
+
+class Saved(msgspec.Struct):
+    """Everything that a campaign has found out so far."""
+
+    seed: int
+    rollouts: int
+    calm: list[Outcome] = []
+    struck: list[Outcome] = []
+    records: list[Record] = []
+    pending: list[JointFault] = []
+    tries: dict[int, int] = {}
+    drawn: int = 0
+    rounds: int = 0
+    sessions: int = 0
+    restores: int = 0
+    truncations: int = 0
+    verified: int = 0
+    found: dict[str, int] = {}
+    details: list[str] = []
+    wall_s: float = 0.0
+
+    def count(self, what: str, detail: str, number: int = 1) -> None:
+        self.found[what] = self.found.get(what, 0) + number
+        self.details.append(f"{what}: {detail}")
+
+    @property
+    def injected(self) -> int:
+        return sum(record.injected for record in self.records)
+
+
+class Campaign:
+    """`run` ends once `faults` were injected, a quick one after its first round. `saved` is always current."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        faults: int,
+        rollouts: int,
+        seed: int,
+        quick: bool,
+        state: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._model = model
+        self._wanted = faults
+        self._quick = quick
+        self._state = state
+        self._say = say
+        self._spoke = 0.0
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._kept = state.with_suffix("").with_suffix("")
+        self.saved = Saved(seed, rollouts)
+
+    def resume(self) -> None:
+        """Take over what the state file holds of an earlier campaign with the same seed."""
+        if self._state.is_file():
+            saved = msgspec.json.decode(self._state.read_bytes(), type=Saved)
+            if (saved.seed, saved.rollouts) == (self.saved.seed, self.saved.rollouts):
+                self.saved = saved
+
+    def run(self) -> None:
+        began = time.monotonic() - self.saved.wall_s
+        faults = stream(self.saved.seed)
+        for _ in range(self.saved.drawn):
+            next(faults)
+        with RunLabel.new("bench faults") as label, _disk(label) as disk:
+            store = Store.open(None, SandboxConfig().store_bytes)  # looked into after every round
+            try:
+                if not self.saved.calm:
+                    self._calm(disk, label)
+                while self._goes_on():
+                    self._round(disk, label, store, faults)
+                    self._save(began)
+            finally:
+                self._end_driver()
+                self._reap()
+                store.close()
+                self._save(began)
+                shutil.rmtree(disk, ignore_errors=True)
+
+    def _goes_on(self) -> bool:
+        return self.saved.injected < self._wanted and not (self._quick and self.saved.rounds)
+
+    def _save(self, began: float) -> None:
+        self.saved.wall_s = time.monotonic() - began
+        self._state.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._state.with_suffix(".new")
+        fresh.write_bytes(msgspec.json.encode(self.saved))
+        fresh.rename(self._state)
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+    def _config(self, number: int) -> dict[str, Any]:
+        """Of round `number`; -1 is the undisturbed run. Every third writes its checkpoints through to the disk."""
+        model = self._model
+        calm = number < 0
+        return {
+            "run": {
+                "seed": self.saved.seed,
+                "max_concurrent": 20,
+                "durability": "host" if durable(number) else "process",
+            },
+            "engine": {
+                "model": str(folder(model)),
+                "max_model_len": model.max_model_len,
+                "max_num_seqs": model.max_num_seqs,
+                "kv_bytes": model.kv_bytes,
+                "hang_s": 1.5,
+                "prefill_hang_s": 6.0,
+                "promote_timeout_s": 3.0,
+                "threads": 1,
+                "images": not self._quick,  # one may have to be made first
+            },
+            "sandbox": {"memory_bytes": 256 << 20, "images_bytes": 64 << 20, "exec_timeout_s": COMMAND_TIMEOUT_S},
+            "policy": {"name": "never" if calm else POLICIES[number % len(POLICIES)]},
+            "recovery": {"infra_retries": 60, "attempts": 3, "breaker": 500},
+        }
+
+    def _calm(self, disk: Path, label: RunLabel) -> None:
+        self._say("the undisturbed run")
+        run = disk / "calm"
+        code, text = self._session(run, self._config(-1), [], label)
+        if code != 0:
+            raise BelayerError(f"the undisturbed run failed ({code}): {text[-2000:]}")
+        self.saved.calm = _outcomes(_read_log(_beside(run, ".log")))
+        self._check_journal(run, -1)
+        if os.environ.get("E_DEBUG"):
+            shutil.copy(_beside(run, ".log"), "/tmp/e/calm.log")
+            shutil.copytree(run / "journal", "/tmp/e/calm-journal", dirs_exist_ok=True)
+        shutil.rmtree(run)
+
+    def _round(self, disk: Path, label: RunLabel, store: Store, faults: Iterator[JointFault]) -> None:
+        number = self.saved.rounds
+        run = disk / f"round-{number}"
+        config = self._config(number)
+        waiting = deque(self.saved.pending)
+        self.saved.pending = []
+        log = _beside(run, ".log")
+        known: set[str] = set()  # acknowledged when the last driver ended
+        struck: list[Record] = []
+        missed: list[JointFault] = []
+        seen = 0
+        failed = ""
+        for _ in range(SESSIONS):
+            while sum(fault.kind not in ENDS_DRIVER for fault in waiting) < HANDED:
+                waiting.append(next(faults))
+                self.saved.drawn += 1
+            handed = self._hand_out(waiting, durable=durable(number))
+            code, text = self._session(run, config, handed, label)
+            entries = _read_log(log)
+            fresh, seen = entries[seen:], len(entries)
+            struck += self._take(fresh, handed, waiting, missed, number)
+            self._check_deliveries(fresh, known, number)
+            known = _acknowledged(run)
+            (disk / FILLER).unlink(missing_ok=True)
+            self._progress(struck)
+            if code == 0:
+                break
+            if code not in (DISK_FULL, -signal.SIGKILL):
+                failed = f"round {number}: a driver ended with {code}: {text[-1500:]}"
+                self.saved.count("failed", failed)
+                break
+        else:
+            failed = f"round {number} was not over after {SESSIONS} drivers"
+            self.saved.count("failed", failed)
+        wrong = self._check(run, number, log)
+        self._leaks(run, log, store, number)
+        for record in struck:
+            record.survived = not failed and record.rollout not in wrong and not (wrong and not record.rollout)
+        self.saved.records += struck
+        for fault in missed:
+            self.saved.tries[fault.index] = tried = self.saved.tries.get(fault.index, 0) + 1
+            if tried < TRIES:
+                waiting.append(fault)
+            else:
+                self.saved.records.append(Record(fault.index, fault.point, fault.kind, why="never passed"))
+        self.saved.pending = sorted(waiting, key=lambda fault: fault.index)
+        self.saved.rounds += 1
+        if wrong or failed:
+            self._keep(run, log)
+        shutil.rmtree(run, ignore_errors=True)
+
+    def _hand_out(self, waiting: deque[JointFault], *, durable: bool) -> list[JointFault]:
+        """What the next driver may do: of what ends it only a few, and what needs a disk only where it has one."""
+        ends = [fault for fault in waiting if fault.kind in ENDS_DRIVER][ENDS:]
+        return [f for f in waiting if f not in ends and (durable or not f.point.startswith(DURABLE_ONLY))]
+
+    def _session(self, run: Path, config: dict[str, Any], faults: list[JointFault], label: RunLabel) -> tuple[int, str]:
+        """One driver from its start to its end: exit code (negative: signal) and the end of what it said."""
+        self.saved.sessions += 1
+        log = _beside(run, ".log")
+        spec = Spec(
+            str(run), config, msgspec.to_builtins(self._model), self.saved.rollouts, self.saved.seed, str(log), faults
+        )
+        told = _beside(run, ".spec")
+        told.write_bytes(msgspec.json.encode(spec))
+        output = _beside(run, ".out")
+        here = Path(__file__).resolve().parent
+        env = os.environ | label.env | {"PYTHONPATH": os.pathsep.join([str(here.parent), *_python_path()])}
+        with open(output, "ab") as out:
+            start = out.tell()
+            command = [sys.executable, "-m", f"{here.name}._joint_driver", str(told)]
+            self._driver = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+        code = self._watch(self._driver, run, log)
+        self._driver = None
+        return code, output.read_bytes()[start:].decode(errors="replace")
+
+    def _watch(self, driver: subprocess.Popen[bytes], run: Path, log: Path) -> int:
+        """Wait for its end; a driver in which nothing happens for `SILENT_S` hangs, and is killed."""
+        before, begun = len(_read_log(log)), False
+        last, since = -1, time.monotonic()
+        while True:
+            try:
+                return driver.wait(0.2)
+            except subprocess.TimeoutExpired:
+                pass
+            begun = begun or any(entry["what"] == "ready" for entry in _read_log(log)[before:])
+            now = _size(log) + sum(_size(path) for path in (run / "journal").glob("*.seg"))
+            if now != last:
+                last, since = now, time.monotonic()
+            elif time.monotonic() - since > (SILENT_S if begun else START_S):
+                self.saved.count("hung", f"{run.name}: nothing happened for {SILENT_S:g} s")
+                driver.send_signal(signal.SIGUSR1)
+                driver.send_signal(signal.SIGUSR2)
+                time.sleep(2)
+                self._keep(run, log)
+                driver.kill()
+                driver.wait()
+                return -1000
+
+    def _end_driver(self) -> None:
+        driver, self._driver = self._driver, None
+        if driver is not None and driver.poll() is None:
+            driver.terminate()
+            try:
+                driver.wait(30)
+            except subprocess.TimeoutExpired:
+                driver.kill()
+                driver.wait()
+
+    def _reap(self) -> None:
+        """What killed drivers have left; the next driver would do the same."""
+        from belayer.sandbox import reap as reap_sandboxes
+
+        reap()
+        reap_sandboxes()
+
+    # -- what came of it -----------------------------------------------------------------------------------------------
+    def _take(
+        self,
+        entries: list[dict[str, Any]],
+        handed: list[JointFault],
+        waiting: deque[JointFault],
+        missed: list[JointFault],
+        number: int,
+    ) -> list[Record]:
+        """The faults that a driver's log speaks of; they are not waiting any more."""
+        by_index = {fault.index: fault for fault in handed}
+        struck: list[Record] = []
+        for entry in entries:
+            fault = by_index.get(entry.get("index", -1))
+            if fault is None or fault not in waiting:
+                continue
+            if entry["what"] == "struck":
+                waiting.remove(fault)
+                struck.append(
+                    Record(
+                        fault.index,
+                        fault.point,
+                        fault.kind,
+                        injected=True,
+                        why=entry["target"],
+                        rollout=entry["rollout"],
+                        round=number,
+                    )
+                )
+            elif entry["what"] == "missed":
+                waiting.remove(fault)
+                missed.append(fault)
+            elif entry["what"] == "hung":
+                self.saved.count("hung", entry["why"])
+        return struck
+
+    def _check_deliveries(self, entries: list[dict[str, Any]], known: set[str], number: int) -> None:
+        """Nothing that the journal had as acknowledged comes again, neither in this driver nor in a later one."""
+        over = set(known)
+        for entry in entries:
+            if entry["what"] == "acknowledged":
+                over.add(entry["rollout"])
+            elif entry["what"] == "delivered" and entry["outcome"]["rollout"] in over:
+                self.saved.count("duplicated", f"round {number}: {entry['outcome']['rollout']}")
+
+    def _check(self, run: Path, number: int, log: Path) -> set[str]:
+        """Rollouts of a round that came out wrong."""
+        wrong = self._check_journal(run, number)
+        calm = {each.rollout: each for each in self.saved.calm}
+        given: dict[str, Outcome] = {}
+        for entry in _read_log(log):
+            if entry["what"] != "delivered":
+                continue
+            outcome = msgspec.convert(entry["outcome"], Outcome)
+            before = given.setdefault(outcome.rollout, outcome)
+            if before != outcome:
+                self.saved.count("changed", f"round {number}: {outcome.rollout} was handed over as two trajectories")
+                wrong.add(outcome.rollout)
+        for name, undisturbed in calm.items():
+            outcome = given.get(name)
+            if outcome is None:
+                self.saved.count("lost", f"round {number}: {name}")
+                wrong.add(name)
+                continue
+            self.saved.struck.append(outcome)
+            if not outcome.fickle and (outcome.digest, outcome.reward) != (undisturbed.digest, undisturbed.reward):
+                self.saved.count(
+                    "changed",
+                    f"round {number}: {name} has reward {outcome.reward} and {outcome.tokens} tokens, "
+                    f"undisturbed {undisturbed.reward} and {undisturbed.tokens}",
+                )
+                wrong.add(name)
+        return wrong
+
+    def _check_journal(self, run: Path, number: int) -> set[str]:
+        wrong: set[str] = set()
+        try:
+            verdict = verify_run(run)
+            histories = read_histories(run / "journal")
+        except BelayerError as error:
+            self.saved.count("inconsistent", f"round {number}: {error.what}")
+            return wrong
+        self.saved.verified += verdict.rollouts
+        for finding in verdict.findings:
+            self.saved.count("inconsistent", f"round {number}: {finding.rollout}: {finding.what}")
+            wrong.add(finding.rollout)
+        for name, history in histories.items():
+            self.saved.restores += history.restores
+            self.saved.truncations += history.truncations
+            if not history.acknowledged:
+                reasons = "; ".join(reason for _, _, reason in history.failures) or "unfinished"
+                self.saved.count("not_acknowledged", f"round {number}: {name}: {reasons}")
+                wrong.add(name)
+        return wrong
+
+    def _leaks(self, run: Path, log: Path, store: Store, number: int) -> None:
+        """Everything of this round's drivers must be gone from the host, also what the killed ones had made."""
+        entries = _read_log(log)
+        if os.environ.get("E_DEBUG"):
+            shutil.copy(log, f"/tmp/e/{run.name}.log")
+            shutil.copy(_beside(run, ".out"), f"/tmp/e/{run.name}.out")
+        mine = {entry["label"] for entry in entries if entry["what"] == "opened"}
+        left: list[str] = []
+        for _ in range(20):
+            left = [str(thing) for thing in everything_labelled() if thing.label in mine]
+            left += [str(path) for name in mine if (path := store.root / "runs" / name).exists()]
+            if not left:
+                break
+            time.sleep(0.1)
+        run_id = run / "checkpoints" / "run_id"
+        if run_id.is_file():
+            name = run_id.read_text().strip()
+            places = (labels.SHM_DIR / f"data-{name}", store.root / "runs-data" / name)
+            left += [str(path) for path in places if path.exists()]
+        left += [str(path) for path in (run / "checkpoints").glob("*.json")]
+        for thing in left:
+            self.saved.count("leaked", f"round {number}: {thing}")
+        opened = [entry for entry in entries if entry["what"] == "opened"]
+        done = [entry for entry in entries if entry["what"] == "done"]
+        if opened and done:
+            for what, most in GROWTH.items():
+                grown = done[-1]["usage"][what] - opened[-1]["usage"][what]
+                if grown > most:
+                    self.saved.count("leaked", f"round {number}: {what} of the driver grew by {grown}")
+
+    def _keep(self, run: Path, log: Path) -> None:
+        """Journal, log and output of a round that went wrong, for whoever looks for the reason."""
+        kept = self._kept.with_name(f"{self._kept.name}.{run.name}")
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        if (run / "journal").is_dir():
+            shutil.copytree(run / "journal", kept / "journal")
+        for path in (log, _beside(run, ".out"), run / "run.json"):
+            if path.is_file():
+                shutil.copy(path, kept)
+        self._say(f"kept in {kept}")
+
+    def _progress(self, struck: list[Record]) -> None:
+        if time.monotonic() - self._spoke < SAY_EVERY_S:
+            return
+        self._spoke = time.monotonic()
+        seen = {(record.point, record.kind) for record in [*self.saved.records, *struck] if record.injected}
+        wrong = {name: count for name, count in self.saved.found.items() if count}
+        self._say(
+            f"{self.saved.injected + len(struck)} of {self._wanted} faults, {len(seen)} of {len(pairs())} pairs, "
+            f"round {self.saved.rounds}, {self.saved.sessions} drivers; wrong so far: {wrong or 'nothing'}"
+        )
+
+
+class _disk:
+    """A small disk of its own for the run directories, that can be filled without hurting anybody."""
+
+    def __init__(self, label: RunLabel) -> None:
+        self._point = label.dir / "disk"
+
+    def __enter__(self) -> Path:
+        self._point.mkdir()
+        self._point.with_name(LOGS).mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "belayer", str(self._point)]
+        subprocess.run(command, check=True, capture_output=True)
+        return self._point
+
+    def __exit__(self, *exc: object) -> None:
+        subprocess.run(["umount", str(self._point)], check=False, capture_output=True)
+
+
+def durable(number: int) -> bool:
+    """Whether the checkpoints of round `number` are written through to the disk."""
+    return number % 3 == 2
+
+
+def _beside(run: Path, suffix: str) -> Path:
+    """A file about a round that a full disk does not concern."""
+    return run.parent.with_name(LOGS) / f"{run.name}{suffix}"
+
+
+def _python_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    """Whole lines; the last one of a killed driver may be torn."""
+    entries: list[dict[str, Any]] = []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
+        if line:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:
+                continue
+    return entries
+
+
+def _outcomes(entries: list[dict[str, Any]]) -> list[Outcome]:
+    return [msgspec.convert(entry["outcome"], Outcome) for entry in entries if entry["what"] == "delivered"]
+
+
+def _acknowledged(run: Path) -> set[str]:
+    return {name for name, history in read_histories(run / "journal").items() if history.acknowledged}
+
+
+def counted(records: list[Record]) -> dict[str, Counter[str]]:
+    """Injected faults by failpoint and kind."""
+    table: dict[str, Counter[str]] = {}
+    for record in records:
+        if record.injected:
+            table.setdefault(record.point, Counter())[record.kind] += 1
+    return table
