@@ -101,7 +101,10 @@ def serve(
     *,
     upstream: Annotated[
         list[str] | None,
-        Parameter(help="Instead of a model: a vLLM or SGLang server; several times for several of the same model."),
+        Parameter(
+            negative="",
+            help="Instead of a model: a vLLM or SGLang server; several times for several of the same model.",
+        ),
     ] = None,
     config: Annotated[Path | None, Parameter(help="A TOML file; [engine] and [run] are used.")] = None,
     run_dir: Annotated[Path, Parameter(help="Where sessions are journalled; start again on it to go on.")] = Path(
@@ -113,11 +116,9 @@ def serve(
         Path | None, Parameter(help="A file with the bearer token of all clients (or set BELAYER_TOKEN).")
     ] = None,
     name: Annotated[
-        list[str] | None, Parameter(help="What clients call the model; default: its folder's name.")
+        list[str] | None, Parameter(negative="", help="What clients call the model; default: its folder's name.")
     ] = None,
-    tokenizer: Annotated[
-        Path | None, Parameter(help="A folder with a tokenizer, if the model folder has none.")
-    ] = None,
+    tokenizer: Annotated[Path | None, Parameter(help="A folder with a tokenizer; default: the model folder.")] = None,
     max_model_len: Annotated[int | None, Parameter(help="Instead of engine.max_model_len.")] = None,
     dtype: Annotated[str | None, Parameter(help="Instead of engine.dtype.")] = None,
     seed: Annotated[int | None, Parameter(help="Instead of run.seed: decides the seeds of sessions.")] = None,

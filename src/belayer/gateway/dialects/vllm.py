@@ -1,0 +1,156 @@
+"""vLLM's `/inference/v1/generate`: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from typing import Any
+
+from belayer.gateway.dialects._fields import Fields, is_ids
+from belayer.gateway.dialects._wish import check_logprobs, model_of, openai_wish
+from belayer.gateway.dialects.base import Ask, Delta, Order, Served
+from belayer.gateway.dialects.chat import token_logprobs
+from belayer.gateway.dialects.completions import prompt_tokens_of, stream_options, usage_of
+from belayer.gateway.problems import bad
+from belayer.gateway.text import Text
+
+
+async def vllm_order(body: Any, served: Served) -> Order:
+    """Raises `Problem` for a body that cannot be served as it is."""
+    fields = Fields(body)
+    model = model_of(fields, served)
+    prompt = fields.take("token_ids")
+    if not is_ids(prompt) or not prompt:
+        raise bad("token_ids must be a list of token ids, and not empty", "token_ids")
+    params = Fields(fields.take("sampling_params", {}), "sampling_params")
+    wish = openai_wish(params, served, max_tokens=None)
+    logprobs = params.take("logprobs")
+    if logprobs is not None:
+        if type(logprobs) is not int:
+            raise bad("sampling_params.logprobs must be a whole number", "sampling_params.logprobs")
+        check_logprobs(logprobs, wish, served, "sampling_params.logprobs")
+    params.without_effect("detokenize", "flat_logprobs", "skip_reading_prefix_cache")
+    params.end()
+    mode = fields.text("output_mode", "tokens")
+    if mode not in ("tokens", "text"):
+        raise bad("output_mode must be tokens or text", "output_mode")
+    if mode == "text":
+        served.text.need("output_mode text", "output_mode")
+    for name in ("features", "content_parts", "kv_transfer_params", "ec_transfer_params", "reasoning_ended"):
+        fields.only(name, why="only token ids go in and come out")
+    stream, usage = stream_options(fields)
+    writer = GenerateWriter(
+        fields.text("request_id", uuid.uuid4().hex),
+        model,
+        wish.asks([list(prompt)], served),
+        served.text,
+        logprobs=logprobs is not None,
+        prompt=fields.flag("return_token_ids"),
+        mode=mode,
+        usage=usage,
+    )
+    fields.without_effect("cache_salt", "priority", "session_id", "token_offsets", "reasoning_parser_kwargs")
+    fields.end()
+    return Order(
+        asks=writer.asks,
+        stream=stream,
+        writer=writer,
+        ends=wish.ends,
+        keep_stop=wish.keep_stop,
+        skip_special=wish.skip_special,
+    )
+
+
+class GenerateWriter:
+    """See `Writer`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        asks: list[Ask],
+        text: Text,
+        *,
+        logprobs: bool,
+        prompt: bool,
+        mode: str,
+        usage: str,
+    ) -> None:
+        self.asks = asks
+        self._head = {"request_id": request_id, "output_mode": mode}
+        self._model = model
+        self._text = text
+        self._logprobs = logprobs
+        self._prompt = prompt
+        self._mode = mode
+        self._usage = usage
+        self._made = [0] * len(asks)
+        self._versions: list[list[int]] = [[] for _ in asks]
+        self._begun = False
+
+    def whole(self, deltas: list[Delta]) -> Any:
+        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        return {
+            **self._head,
+            "model": self._model,
+            "created": int(time.time()),
+            "choices": choices,
+            "prompt_token_ids": self.asks[0].prompt_ids if self._prompt else None,
+            "prompt_logprobs": None,
+            "kv_transfer_params": None,
+            "usage": usage_of(prompt_tokens_of(self.asks), sum(self._made)),
+        }
+
+    def first(self) -> list[Any]:
+        return []
+
+    def chunk(self, index: int, delta: Delta) -> Any:
+        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(index, delta)]}
+        if self._prompt and not self._begun:
+            chunk["prompt_token_ids"] = self.asks[0].prompt_ids
+        self._begun = True
+        if self._usage == "always":
+            chunk["usage"] = usage_of(len(self.asks[index].prompt_ids), self._made[index])
+        return chunk
+
+    def last(self) -> list[Any]:
+        if not self._usage:
+            return []
+        return [{**self._head, "choices": [], "usage": usage_of(prompt_tokens_of(self.asks), sum(self._made))}]
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        self._made[index] += len(delta.ids)
+        self._versions[index] += delta.versions
+        choice: dict[str, Any] = {
+            "index": index,
+            "token_ids": delta.ids,
+            "logprobs": {"content": self._content(delta)} if self._logprobs else None,
+            "finish_reason": delta.finish or None,
+            "stop_reason": delta.stop_reason,
+            "weight_versions": _spans(self._versions[index]) if delta.finish else None,
+        }
+        if self._mode == "text":
+            choice["text"] = delta.text
+        return choice
+
+    def _content(self, delta: Delta) -> list[dict[str, Any]]:
+        if self._mode == "text":
+            return token_logprobs(delta, self._text, as_ids=False, top=True)
+        entries = []
+        for token, value in zip(delta.ids, delta.logprobs, strict=True):
+            # vLLM before 0.30 wrote `token`, later `token_id`; clients of both are about
+            entry = {"token_id": token, "token": f"token_id:{token}", "logprob": value, "rank": None}
+            entries.append({**entry, "top_logprobs": [entry]})
+        return entries
+
+
+def _spans(versions: list[int]) -> list[dict[str, Any]]:
+    """Which tokens were made by which policy version."""
+    spans: list[dict[str, Any]] = []
+    start = 0
+    for version, group in itertools.groupby(versions):
+        end = start + len(list(group))
+        spans.append({"version": str(version), "start": start, "end": end})
+        start = end
+    return spans

@@ -1,0 +1,210 @@
+"""`belayer serve`: opens a run directory, starts an upstream, listens, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from belayer import events
+from belayer.config import Config
+from belayer.errors import BelayerError, ConfigError, SandboxUnavailable
+from belayer.files import write_atomically
+from belayer.gateway.gateway import Gateway
+from belayer.gateway.http import make_app
+from belayer.gateway.settings import GatewaySettings
+from belayer.gateway.text import Text
+from belayer.gateway.upstream import Upstream
+from belayer.gateway.upstream.external import ExternalServers
+from belayer.gateway.upstream.own import OwnEngine
+from belayer.journal import Journal
+from belayer.observe.prometheus import RunMetrics
+from belayer.ownership import RunLabel
+from belayer.ownership.reap import reap
+from belayer.run_directory import RunDirectory
+
+ADDRESS_FILE = "gateway.json"
+_LINGER_S = 5.0  # for the last bytes of answers, once everything is generated
+
+
+async def serve(
+    config: Config,
+    settings: GatewaySettings,
+    directory: Path,
+    *,
+    upstreams: Sequence[str] = (),
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> int:
+    """Serve until SIGINT or SIGTERM; returns 0 then, and 1 when the engine could not go on.
+
+    With `upstreams` external servers are fronted, else `config.engine` is started. `directory` is made, or gone on
+    with: its sessions are there again. Raises `ConfigError` and other `BelayerError`s before it listens.
+    """
+    settings.check()
+    stop = asyncio.Event()
+    now = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        _on_signals(stack, stop, now)
+        listener = stack.enter_context(_bound(settings))
+        opened = _open(config, directory, upstreams)
+        stack.callback(opened.close)
+        await asyncio.to_thread(reap)
+        journal = Journal(opened.path / "journal", durability=config.run.durability)
+        stack.callback(journal.close)
+        metrics = RunMetrics(run=opened.path.name, journal=opened.path / "journal")
+        starting = asyncio.ensure_future(_upstream(stack, config, settings, opened.path, upstreams, tokenizer, metrics))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            return 0
+        upstream = starting.result()
+        folder = tokenizer or (config.engine.model if not upstreams else None)
+        text = await asyncio.to_thread(Text, folder)
+        seed = int(opened.about.get("seed", 0))
+        gateway = Gateway(upstream, text, journal, settings, seed=seed, registry=metrics.registry)
+        async with listening(gateway, listener) as url:
+            address = {"url": url, "pid": os.getpid(), "model": gateway.served.names[0]}
+            write_atomically(opened.path / ADDRESS_FILE, json.dumps(address).encode())
+            stack.callback((opened.path / ADDRESS_FILE).unlink, missing_ok=True)
+            say(f"{gateway.served.names[0]} is served at {url}/v1 ({len(gateway.sessions)} sessions in {opened.path})")
+            failure = await _until(stopping, upstream)
+            say("shutting down" if failure is None else f"the engine cannot go on: {failure}")
+            hurry = asyncio.ensure_future(now.wait())
+            closing = asyncio.ensure_future(gateway.close(None if failure is None else 0.0))
+            await asyncio.wait([hurry, closing], return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            if not closing.done():
+                closing.cancel()
+                await gateway.close(0.0)
+        return 0 if failure is None else 1
+
+
+@asynccontextmanager
+async def listening(gateway: Gateway, listener: socket.socket | None = None) -> AsyncIterator[str]:
+    """Serve `gateway` while the block runs; gives its URL. Without `listener` its settings say where."""
+    with contextlib.ExitStack() as stack:
+        if listener is None:
+            listener = stack.enter_context(_bound(gateway.settings))
+        config = uvicorn.Config(
+            make_app(gateway),
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(_LINGER_S),
+            server_header=False,
+        )
+        server = _Server(config)
+        serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        try:
+            while not server.started:
+                if serving.done():
+                    serving.result()
+                    raise ConfigError("the HTTP server ended at once")
+                await asyncio.sleep(0.005)
+            host, port = listener.getsockname()[:2]
+            yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        finally:
+            if not gateway.draining:
+                await gateway.close(0.0)
+            server.should_exit = True
+            await serving
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        """Signals are `serve`'s: first what is under way ends, then the server."""
+        yield
+
+
+@contextlib.contextmanager
+def _bound(settings: GatewaySettings):
+    """The listening address, taken before anything slow is started."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise ConfigError(
+                f"{settings.host}:{settings.port} cannot be listened on: {error.strerror or error}",
+                next_step="stop what listens there, or choose another --port",
+            ) from None
+        yield listener
+    finally:
+        listener.close()
+
+
+def _open(config: Config, directory: Path, upstreams: Sequence[str]) -> RunDirectory:
+    serves = "external servers" if upstreams else str(config.engine.model)
+    about = {"seed": config.run.seed, "config": config.model_dump(mode="json"), "gateway": serves}
+    opened = RunDirectory.open(directory, about=about)
+    before = opened.about.get("gateway")
+    if before != serves:
+        opened.close()
+        what = "is not a gateway's" if before is None else f"is of a gateway in front of {before}"
+        raise ConfigError(
+            f"the run directory {opened.path} {what}, not {serves}",
+            kept="the run, untouched",
+            next_step="give another --run-dir",
+        )
+    return opened
+
+
+async def _upstream(
+    stack: AsyncExitStack,
+    config: Config,
+    settings: GatewaySettings,
+    run: Path,
+    upstreams: Sequence[str],
+    tokenizer: Path | None,
+    sink: events.EventSink,
+) -> Upstream:
+    if upstreams:
+        made: Upstream = await ExternalServers.start(upstreams, tokenizer, settings.recover_s, sink=sink)
+    else:
+        try:
+            label = stack.enter_context(RunLabel.new(str(run)))
+        except PermissionError as error:
+            raise SandboxUnavailable(f"the engine needs root: {error}", next_step="run as root, or with sudo") from None
+        made = await OwnEngine.start(config.engine, label, run, sink=sink)
+    stack.push_async_callback(made.close)
+    return made
+
+
+async def _until(stopping: asyncio.Future[Any], upstream: Upstream) -> BelayerError | None:
+    """Wait for a signal, or for an engine that will not serve any more; returns why, in that case."""
+    while not stopping.done():
+        await asyncio.wait([stopping], timeout=1.0)
+        if isinstance(upstream, OwnEngine) and not stopping.done():
+            try:
+                upstream.check()
+            except BelayerError as error:
+                return error
+    return None
+
+
+def _on_signals(stack: AsyncExitStack, stop: asyncio.Event, now: asyncio.Event) -> None:
+    """The first signal asks to end, the second one not to wait."""
+    loop = asyncio.get_running_loop()
+
+    def asked() -> None:
+        (now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked)
+        stack.callback(loop.remove_signal_handler, number)

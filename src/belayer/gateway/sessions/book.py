@@ -1,0 +1,205 @@
+"""All sessions of a run directory, and how a request finds its turn."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from belayer.engine import GenerationRequest, Sampling
+from belayer.gateway.generation import Generation, Runner
+from belayer.gateway.problems import Problem, bad
+from belayer.gateway.sessions.session import Branch, Session, Turn
+from belayer.gateway.upstream import Upstream
+from belayer.journal import Journal
+from belayer.rollout import _derive
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
+
+
+class Sessions:
+    """Sessions are made by their first request. What the journal holds of them is loaded at the start."""
+
+    def __init__(self, journal: Journal, upstream: Upstream, runner: Runner, seed: int) -> None:
+        self._journal = journal
+        self._upstream = upstream
+        self._runner = runner
+        self._seed = seed
+        self._sessions: dict[str, Session] = {}
+        self.retries = 0
+        for rollout, history in list(journal.histories.items()):
+            if history.started is not None:
+                id = rollout.partition("~")[0]
+                self._sessions.setdefault(id, Session(id, journal)).load(history)
+        for session in self._sessions.values():
+            session.loaded()
+            if session.state == "deleted":
+                session.forget()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def all(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    def get(self, id: str) -> Session:
+        """Raises `Problem` (404) for one that nobody has used."""
+        if (session := self._sessions.get(id)) is None:
+            raise Problem(404, f"there is no session {id!r}", code="no_such_session")
+        return session
+
+    def create(self, id: str, group: str = "", task: Any = None, seed: int | None = None) -> tuple[Session, bool]:
+        """The session `id`, and whether it is new. Raises `Problem` for an id that is none, or is another session."""
+        if not _ID.fullmatch(id):
+            raise bad("a session id has up to 128 letters, digits and . _ : @ -", "session_id")
+        if (session := self._sessions.get(id)) is not None:
+            started = session.started
+            for name, mine, theirs in (("group", group, started.group), ("task", task, started.task)):
+                if mine and msgspec.json.encode(mine) != msgspec.json.encode(theirs):
+                    raise Problem(409, f"session {id} exists with another {name}", param=name, code="session_exists")
+            if seed is not None and seed != started.seed:
+                raise Problem(409, f"session {id} exists with another seed", param="seed", code="session_exists")
+            return session, False
+        session = Session(id, self._journal)
+        session.add_branch(group or id, task, _derive(self._seed, id) if seed is None else seed)
+        self._sessions[id] = session
+        return session, True
+
+    def turn(
+        self,
+        session: Session,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        *,
+        seeded: bool,
+        key: str = "",
+        strict: bool = False,
+        retry: bool = False,
+        admit: Callable[[], None] = lambda: None,
+    ) -> tuple[Turn, Generation]:
+        """The turn that answers this request, and its completion, which is under way or complete.
+
+        A repeated request is answered by the turn that it repeats: from the journal as far as that goes, from the
+        engine after that. `admit` is called before the engine gets work, and may raise. Raises `Problem`,
+        `BelayerError`; a request that is refused leaves no trace.
+        """
+        session.need_open()
+        turn = session.known(prompt_ids, sampling, seeded, key, strict, retry)
+        repeated = turn is not None
+        if turn is None:
+            admit()
+            self._upstream.check(GenerationRequest(id="", prompt_ids=prompt_ids, sampling=sampling))
+            turn = session.begin(prompt_ids, sampling, seeded, key)
+        else:
+            self.retries += 1
+        turn.answered = False
+        generation = session.generation(turn, whole=self._upstream.version_policy == "restart_turn")
+        if not generation.done and not self._runner.is_running(generation):
+            if repeated:
+                admit()
+            self._runner.start(generation)
+        return turn, generation
+
+    async def finish(self, session: Session, reward: Any) -> None:
+        """Journal the reward; a second time with the same one changes nothing."""
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise bad("reward must be a finite number", "reward")
+        if session.state == "finished":
+            given = next(branch.history.reward for branch in session.branches if branch.history.finished)
+            if given != float(reward):
+                raise Problem(409, f"session {session.id} was finished with reward {given}", code="session_over")
+            return
+        session.need_open()
+        if not any(turn.finish for turn in session.turns):
+            raise Problem(
+                409,
+                f"session {session.id} has no complete turn: a reward would be about nothing; "
+                'send {"failed": "why"} instead, or delete it',
+                code="nothing_to_finish",
+            )
+        await self._stop(session)
+        session.need_open()
+        session.finish(float(reward))
+        await self._upstream.end_trajectory(session.trajectory)
+
+    async def fail(self, session: Session, reason: Any) -> None:
+        """Journal that the rollout failed: it will have no reward."""
+        if not isinstance(reason, str) or not reason:
+            raise bad("failed must say why", "failed")
+        if session.state == "failed":
+            return
+        session.need_open()
+        await self._stop(session)
+        session.need_open()
+        session.fail("ReportedByClient", reason)
+        await self._upstream.end_trajectory(session.trajectory)
+
+    async def delete(self, session: Session) -> None:
+        """End it for good; of a finished one this says that its trajectory was used."""
+        if session.state == "deleted":
+            return
+        await self._stop(session)
+        session.delete()
+        await self._upstream.end_trajectory(session.trajectory)
+
+    async def _stop(self, session: Session) -> None:
+        for turn in session.turns:
+            if turn.generation is not None:
+                await self._runner.cancel(turn.generation)
+
+
+def describe(session: Session, *, tokens: bool = True) -> dict[str, Any]:
+    """A session as `GET /sessions/{id}` shows it."""
+    state = session.state
+    about = {
+        "id": session.id,
+        "state": state,
+        "group": session.started.group,
+        "task": session.started.task,
+        "turns": len(session.turns),
+        "reward": next((b.history.reward for b in session.branches if b.history.finished), None),
+    }
+    if tokens:
+        about["trajectories"] = [] if state == "deleted" else [_trajectory(branch) for branch in session.branches]
+    return about
+
+
+def _trajectory(branch: Branch) -> dict[str, Any]:
+    """The complete turns of a branch in the form of `belayer.Trajectory`, and each turn by itself."""
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    turns: list[dict[str, Any]] = []
+    failed = branch.history.failed
+    for turn in branch.turns:
+        call = turn.call
+        made = call is not None and bool(call.finish)
+        observed = branch.history.calls[turn.number - 1].ids
+        ids += observed
+        about: dict[str, Any] = {"request": turn.intent.turn, "key": turn.intent.key, "answered": turn.answered}
+        about |= {"prompt_tokens": len(ids), "finish_reason": turn.finish or None}
+        about["completion_tokens"] = len(call.ids) if call is not None else 0
+        turns.append(about)
+        mask += [0] * len(observed)
+        logprobs += [0.0] * len(observed)
+        versions += [-1] * len(observed)
+        if made:
+            assert call is not None
+            ids += call.ids
+            mask += [1] * len(call.ids)
+            logprobs += call.logprobs
+            versions += call.versions
+    return {
+        "rollout_id": branch.history.rollout,
+        "attempt": branch.history.attempt,
+        "failed": None if failed is None else f"{failed.error}: {failed.reason}",
+        "token_ids": ids,
+        "loss_mask": mask,
+        "logprobs": logprobs,
+        "weights_versions": versions,
+        "turns": turns,
+    }

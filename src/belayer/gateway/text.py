@@ -1,0 +1,175 @@
+"""Text: from prompts and messages to token ids, and from a completion's tokens back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from belayer.engine.stopping import Pieces, load_tokenizer
+from belayer.errors import RequestRefused
+from belayer.gateway.problems import bad
+
+_RESERVED = {"conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
+
+
+class Text:
+    """The tokenizer of a model folder, its chat template and its end-of-sequence tokens, as far as it has them."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.why_not = "no tokenizer folder was given (--tokenizer)"
+        self._tokenizer: Any = None
+        if folder is not None:
+            try:
+                self._tokenizer = load_tokenizer(folder)
+            except RequestRefused as error:
+                self.why_not = error.what.removeprefix("stop strings need a tokenizer, and ")
+        self.eos = _ends(folder, self._tokenizer) if folder is not None else frozenset()
+        self.special = frozenset(_special(self._tokenizer))
+        self.spell = lru_cache(maxsize=65536)(self._spell)
+        self._chat: asyncio.Future[Any] | None = None
+
+    @property
+    def there(self) -> bool:
+        return self._tokenizer is not None
+
+    def need(self, what: str, param: str | None = None) -> Any:
+        """The `tokenizers.Tokenizer`; a `Problem` that says what it was needed for, where there is none."""
+        if self._tokenizer is None:
+            raise bad(f"{what} needs a tokenizer: {self.why_not}; send token ids instead", param, "no_tokenizer")
+        return self._tokenizer
+
+    def encode(self, text: str, *, special: bool, param: str = "prompt") -> list[int]:
+        tokenizer = self.need("text", param)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise bad(f"{param} is not Unicode text: it holds half a surrogate pair", param) from None
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self.need("text").decode(list(ids), skip_special_tokens=skip_special)
+
+    def _spell(self, token: int) -> str:
+        """One token by itself; `token_id:N` where there is no tokenizer."""
+        return self._tokenizer.decode([token], skip_special_tokens=False) if self.there else f"token_id:{token}"
+
+    async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], **how: Any) -> str:
+        """Render `messages` with the folder's chat template. A `Problem` where it has none or the template refuses."""
+        if reserved := sorted(_RESERVED & kwargs.keys()):
+            raise bad(f"chat_template_kwargs must not hold {reserved[0]}", "chat_template_kwargs")
+        self.need("chat", "messages")
+        if self._chat is None or (self._chat.done() and self._chat.exception() is not None):
+            self._chat = asyncio.ensure_future(asyncio.to_thread(_load_chat, self.folder))
+        tokenizer = await asyncio.shield(self._chat)
+        if not tokenizer.chat_template:
+            raise bad(
+                f"{self.folder} has no chat template: save one there (chat_template.jinja), or use /v1/completions",
+                "messages",
+                "no_chat_template",
+            )
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **how, **kwargs)
+        except Exception as error:  # templates raise whatever they like about messages they do not understand
+            raise bad(
+                f"the chat template refuses these messages: {type(error).__name__}: {error}", "messages"
+            ) from None
+
+    def stream(
+        self, prompt_ids: Sequence[int], stops: tuple[str, ...], hidden: frozenset[int], keep: bool
+    ) -> TextStream:
+        """The text of a completion of `prompt_ids`, see `TextStream`."""
+        return TextStream(Pieces(self._tokenizer, prompt_ids) if self.there else None, stops, hidden, keep)
+
+
+class TextStream:
+    """The text of one completion, released as soon as no stop string can begin in it any more.
+
+    Tokens in `hidden` (special ones, the stop token) take part in stop strings and are not shown. A stop string that
+    was found ends the text before it, or after it with `keep`. The pieces of a stream are the text of a whole answer.
+    """
+
+    def __init__(self, pieces: Pieces | None, stops: tuple[str, ...], hidden: frozenset[int], keep: bool) -> None:
+        self._pieces = pieces
+        self._stops = stops
+        self._hidden = hidden
+        self._keep = keep
+        self._room = max(map(len, stops), default=1) - 1
+        self._held = ""  # not released yet, hidden characters included
+        self._shown: list[bool] = []  # which characters of it are to be shown
+        self._cut: int | None = None
+        self.matched: str | None = None
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """`ids` follow; returns what of the text is certain by now."""
+        if self._pieces is None:
+            return ""
+        out: list[str] = []
+        for token in ids:
+            piece = self._pieces.step(token)
+            self._held += piece
+            self._shown += [token not in self._hidden] * len(piece)
+            if self._stops and self._cut is None:
+                self._look()
+            if self._cut is None:
+                out.append(self._release(len(self._held) - self._room))
+        return "".join(out)
+
+    def end(self) -> str:
+        """The rest of the text, when the completion is complete."""
+        return self._release(len(self._held) if self._cut is None else self._cut)
+
+    def _look(self) -> None:
+        found = [(self._held.find(string), string) for string in self._stops if string in self._held]
+        if found:
+            at, self.matched = min(found)
+            self._cut = at + len(self.matched) if self._keep else at
+
+    def _release(self, count: int) -> str:
+        if count <= 0:
+            return ""
+        text = "".join(char for char, shown in zip(self._held[:count], self._shown, strict=False) if shown)
+        self._held, self._shown = self._held[count:], self._shown[count:]
+        return text
+
+
+def _load_chat(folder: Path | None) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # the library raises whatever it likes for a folder it cannot read
+        raise bad(f"the tokenizer in {folder} cannot be used for chat: {type(error).__name__}: {error}") from None
+
+
+def _special(tokenizer: Any) -> Iterable[int]:
+    if tokenizer is None:
+        return ()
+    return [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+
+
+def _ends(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a sequence, by the folder's files: what a completion stops at unless told otherwise."""
+    found: set[int] = set()
+    configured = _json(folder / "tokenizer_config.json").get("eos_token")
+    spelt = configured.get("content") if isinstance(configured, dict) else configured
+    if tokenizer is not None and isinstance(spelt, str) and (number := tokenizer.token_to_id(spelt)) is not None:
+        found.add(number)
+    for name in ("generation_config.json", "config.json"):
+        ids = _json(folder / name).get("eos_token_id")
+        found.update(item for item in (ids if isinstance(ids, list) else [ids]) if type(item) is int and item >= 0)
+        if found:
+            break
+    return frozenset(found)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
