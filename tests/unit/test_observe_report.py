@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import random
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -133,20 +136,28 @@ class _Page(HTMLParser):
         self.foreign: list[str] = []
         self.data = ""
         self.text = ""
+        self.downloads: dict[str, str] = {}
+        self._in_data = False
         self.feed(content)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        if tag != "meta":
+        if tag not in ("meta", "link"):
             self.open.append(tag)
-        self.foreign += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "onload", "onerror")]
+        about = dict(attrs)
+        self._in_data = about.get("id") == "belayer-data"
+        if tag == "a" and (about.get("href") or "").startswith("data:text/csv;charset=utf-8,"):
+            self.downloads[str(about["download"])] = unquote(str(about.pop("href")).split(",", 1)[1])
+        if tag == "link" and about.get("href") == "data:,":
+            del about["href"]
+        self.foreign += [f"{n}={value}" for n, value in about.items() if n in ("src", "href", "onload", "onerror")]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open.pop() == tag, f"unbalanced </{tag}>"
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "script":
-            self.data += data
+            self.data += data if self._in_data else ""
         else:
             self.text += data
 
@@ -172,7 +183,7 @@ def test_report_of_a_whole_run_is_one_page_with_every_figure(runs: tuple[Path, P
     assert "Not drawn" not in page.text
     assert "Nothing was lost" in page.text
     assert "1\u202f280 / 1\u202f280" in page.text
-    assert "exactly equal in 40 of the 40 steps" in page.text
+    assert "exactly equal in all 40 steps" in page.text
     assert len(content) < 2_000_000
     for start in (at for at in range(len(content)) if content.startswith("<svg", at)):
         ElementTree.fromstring(content[start : content.index("</svg>", start) + 6])
@@ -188,6 +199,25 @@ def test_report_embeds_its_data(runs: tuple[Path, Path]) -> None:
     assert len(data["checkpoints"]) == summary.checkpoints
 
 
+def test_every_figure_has_its_data_and_an_answer_that_the_data_gives(runs: tuple[Path, Path]) -> None:
+    run, reference = runs
+    page = _Page(write_report(run, reference).read_text())
+    tables = {name: list(csv.DictReader(io.StringIO(text))) for name, text in page.downloads.items()}
+    assert set(tables) == {"reward.csv", "timeline.csv", "phases.csv", "checkpoints.csv", "lanes.csv"}
+    summary = read_summary(run / "summary.json")
+    assert len(tables["reward.csv"]) == 40
+    assert all(row["reward_mean"] == row["reward_mean_without_faults"] for row in tables["reward.csv"])
+    faults = [row for row in tables["timeline.csv"] if row["injected"] == "True"]
+    assert len(faults) == summary.faults_injected
+    assert f"{len(faults)} faults injected" in page.text
+    longest = max(float(row["recovery_total_s"]) for row in tables["timeline.csv"] if row["recovery_total_s"])
+    assert longest == pytest.approx(max(one.total_s for one in summary.recoveries), abs=1e-5)
+    waited = sum(float(row["exposed_s"]) for row in tables["checkpoints.csv"])
+    assert waited == pytest.approx(summary.checkpoint_exposed_s, abs=1e-3)
+    assert f"{summary.hidden_checkpoint_share:.1%} were hidden" in page.text
+    assert len(tables["phases.csv"]) == sum(len(one.phases) for one in summary.recoveries)
+
+
 def test_report_without_reference_says_so(runs: tuple[Path, Path], tmp_path: Path) -> None:
     run, _ = runs
     text = _Page(write_report(run).read_text()).text
@@ -201,7 +231,7 @@ def test_report_of_an_empty_run_draws_nothing_and_says_why(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").write_bytes(b"")
     page = _Page(write_report(tmp_path).read_text())
     assert "svg" not in page.tags
-    assert page.text.count("Not drawn: ") == 5
+    assert page.text.count("Not drawn: ") == 6
     assert "no fault" in page.text and "no checkpoint" in page.text
     assert "has not finished" in page.text
 
@@ -255,11 +285,11 @@ def test_report_escapes_every_text(tmp_path: Path) -> None:
     content = write_report(record(run, clean)).read_text()
     page = _Page(content)
     assert page.foreign == []
-    assert page.tags.count("script") == 1 and "img" not in page.tags and "b" not in page.tags
+    assert page.tags.count("script") == 3 and "img" not in page.tags and "b" not in page.tags
     assert "alert(1)" in page.text
     assert "\x00" not in content
     record(run, events)
-    assert _Page(write_report(run).read_text()).tags.count("script") == 1
+    assert _Page(write_report(run).read_text()).tags.count("script") == 3
 
 
 _scalar = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)

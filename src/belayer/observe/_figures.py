@@ -8,6 +8,7 @@ from belayer.observe._history import Done, Fault, History, ready_periods
 from belayer.observe._markup import Markup, join, tag
 from belayer.observe._plot import (
     WIDTH,
+    Data,
     Figure,
     Scale,
     box,
@@ -41,16 +42,22 @@ def reward_figure(run: History, reference: History | None, why_no_reference: str
     shared = [(step, reward, both[step]) for step, reward in curve if step in both]
     same = sum(1 for _, mine, theirs in shared if mine == theirs)
     if not reference:
-        verdict = f"There is no curve without faults: {why_no_reference}"
-    elif shared:
-        verdict = f"Mean reward is exactly equal in {same} of the {len(shared)} steps that both runs did."
+        answer = "Not known: there is no run without faults to compare with."
+    elif not shared:
+        answer = "Not known: the two runs have no step in common."
+    elif same == len(shared):
+        answer = f"Yes: mean reward is exactly equal in all {same} steps that both runs did."
     else:
-        verdict = "The two runs have no step in common."
+        worst = max(abs(mine - theirs) for _, mine, theirs in shared)
+        answer = (
+            f"Not exactly: mean reward is equal in {same} of the {len(shared)} steps that both runs did, and at most "
+            f"{worst:.3f} apart in the others."
+        )
     reading = (
         "Mean reward of each optimiser step. The thin line is this run; the wide pale band under it is the same seed "
-        f"without faults, so a line inside the band means that they agree. {verdict}"
+        "without faults, so a line inside the band means that they agree."
         if reference
-        else f"Mean reward of each optimiser step. {verdict}"
+        else f"Mean reward of each optimiser step. There is no curve without faults: {why_no_reference}"
     )
     values = [reward for _, reward in curve + other]
     low, high = min(0.0, *values), max(values)
@@ -76,7 +83,11 @@ def reward_figure(run: History, reference: History | None, why_no_reference: str
     for step, reward in curve:
         note = f"step {step}: {reward:.3f}" + (f" (without faults {both[step]:.3f})" if step in both else "")
         parts.append(tag("circle", tag("title", note), cx=x(step), cy=y(reward), r=2.6, class_="run-dot"))
-    for step, kinds in sorted(_faults_by_step(run).items()):
+    hit = _faults_by_step(run)
+    rows: list[tuple[object, ...]] = [
+        (step, reward, both.get(step, ""), hit[step].total() if step in hit else 0) for step, reward in curve
+    ]
+    for step, kinds in sorted(hit.items()):
         note = f"step {step}: " + ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items()))
         size = min(6.0, 2.2 + kinds.total())
         parts.append(cross(x(step), bottom + 20, size, "fault", note))
@@ -84,7 +95,15 @@ def reward_figure(run: History, reference: History | None, why_no_reference: str
     if not other:
         del entries[1]
     title = f"Mean reward from {curve[0][1]:.2f} at step {curve[0][0]} to {curve[-1][1]:.2f} at step {curve[-1][0]}"
-    return Figure("reward", question, reading, drawing(318, title, join(parts)), legend=legend(*entries))
+    return Figure(
+        "reward",
+        question,
+        reading,
+        drawing(318, title, join(parts)),
+        legend=legend(*entries),
+        answer=answer,
+        data=Data(("step", "reward_mean", "reward_mean_without_faults", "faults"), rows),
+    )
 
 
 def _faults_by_step(run: History) -> dict[int, Counter[str]]:
@@ -137,7 +156,57 @@ def timeline_figure(run: History) -> Figure:
     ]
     if not run.shadows:
         entries.pop()
-    return Figure("timeline", question, reading, drawing(bottom + 30, title, join(parts)), legend=legend(*entries))
+    return Figure(
+        "timeline",
+        question,
+        reading,
+        drawing(bottom + 30, title, join(parts)),
+        legend=legend(*entries),
+        answer=_what_broke(run),
+        data=_fault_table(run),
+    )
+
+
+def _what_broke(run: History) -> str:
+    injected = sum(fault.injected for fault in run.faults)
+    others = len(run.faults) - injected
+    parts = [f"{injected} fault{'' if injected == 1 else 's'} injected"]
+    if others:
+        parts.append(f"{others} that nobody injected")
+    lead = " and ".join(parts)
+    if not run.recoveries:
+        return f"{lead}; no recovery was completed."
+    longest = max(run.recoveries, key=lambda done: done.recovery.total_s).recovery
+    middle = quantile([done.recovery.total_s for done in run.recoveries], 0.5)
+    return (
+        f"{lead}; {len(run.recoveries)} recoveries, half of them within {duration(middle)}; the longest took "
+        f"{duration(longest.total_s)} ({longest.what}, {longest.how})."
+    )
+
+
+def _fault_table(run: History) -> Data:
+    rows: list[tuple[object, ...]] = []
+    for fault in run.faults:
+        answers = [done for done in run.recoveries if done.cause is fault]
+        done = answers[0] if answers else None
+        rows.append(
+            (
+                f"{fault.x:.6f}",
+                fault.fault,
+                fault.subject,
+                fault.injected,
+                "" if fault.detected is None else f"{fault.detected:.6f}",
+                "" if done is None else done.recovery.how,
+                "" if done is None else f"{done.end:.6f}",
+                "" if done is None else f"{done.recovery.total_s:.6f}",
+            )
+        )
+    for done in run.recoveries:
+        if done.cause is None:
+            one = done.recovery
+            rows.append(("", one.fault or "", one.subject, False, "", one.how, f"{done.end:.6f}", f"{one.total_s:.6f}"))
+    columns = ("fault_s", "fault", "subject", "injected", "detected_s", "recovery", "recovered_s", "recovery_total_s")
+    return Data(columns, rows)
 
 
 def decade_of(value: float) -> int:
@@ -239,10 +308,32 @@ def phases_figure(recoveries: list[Recovery]) -> Figure:
         tallest = max(tallest, height)
     reading = (
         "One panel per kind of recovery, each with its own scale. Phases follow each other from left to right: bar and "
-        "number are the phase's median, the thin line reaches to its 90th percentile."
+        "number are the phase's median, the thin line reaches to its 90th percentile. “(2×)” marks a phase that only "
+        "two of them had."
     )
     title = "; ".join(f"{what} {how}: {count(len(group))} recoveries" for (what, how), group in groups.items())
-    return Figure("phases", question, reading, drawing(top + tallest + 2, title, join(parts)))
+    rows: list[tuple[object, ...]] = [
+        (one.subject or one.what, one.what, one.how, phase, f"{seconds:.6f}")
+        for one in recoveries
+        for phase, seconds in one.phases.items()
+    ]
+    return Figure(
+        "phases",
+        question,
+        reading,
+        drawing(top + tallest + 2, title, join(parts)),
+        answer=" ".join(_dearest(what, how, group) for (what, how), group in groups.items()),
+        data=Data(("subject", "part", "way", "phase", "seconds"), rows),
+    )
+
+
+def _dearest(what: str, how: str, group: list[Recovery]) -> str:
+    """The phase that took most of a kind's recoveries, in one sentence."""
+    sums = {name: sum(one.phases.get(name, 0.0) for one in group) for name in phase_names(group)}
+    name = max(sums, key=lambda phase: sums[phase])
+    whole = sum(sums.values())
+    share = f"{sums[name] / whole:.0%} of it" if whole > 0 else "no time at all"
+    return f"{what[:1].upper()}{what[1:]}, {how}: mostly {phase_label(name)} ({share})."
 
 
 def _waterfall(
@@ -259,7 +350,7 @@ def _waterfall(
     x = Scale(0, reach, left + 116, left + width - 76)
     total = quantile([one.total_s for one in group], 0.5)
     first = top + 30
-    overlap = " · phases overlap" if at > total * 1.1 else ""
+    overlap = " · phases overlap" if any(sum(one.phases.values()) > one.total_s * 1.1 for one in group) else ""
     parts = [
         label(left, top + 13, heading[:40], class_="lane"),
         label(left + width, top + 13, f"{duration(total)}", anchor="end", class_="value"),
@@ -271,6 +362,8 @@ def _waterfall(
         start, end = x(starts[phase]), x(starts[phase] + medians[phase])
         high = quantile(values[phase], 0.9)
         name = phase_label(phase)
+        if len(values[phase]) < len(group):
+            name = f"{name} ({len(values[phase])}×)"
         note = f"{name}: median {duration(medians[phase])}, p90 {duration(high)}, n = {len(values[phase])}"
         parts += [
             label(left + 106, y + 11, name if len(name) <= 18 else f"{name[:17]}…", anchor="end"),

@@ -9,6 +9,7 @@ from belayer.observe._history import History, Life, Span
 from belayer.observe._markup import Markup, join, tag
 from belayer.observe._plot import (
     WIDTH,
+    Data,
     Figure,
     Scale,
     box,
@@ -68,12 +69,28 @@ def checkpoints_figure(run: History) -> Figure:
     parts.append(line(_LEFT, bottom, WIDTH - _RIGHT, bottom, "axis"))
     reading = (
         f"Checkpoint seconds of all rollouts per {duration(length / bins)} of run time. Pale: hidden under the model's "
-        f"own generation. Strong: a rollout waited. Of {duration(wall)} in {count(len(spans))} checkpoints, "
-        f"{duration(exposed)} were exposed ({1 - exposed / wall:.1%} hidden)."
+        "own generation. Strong: a rollout waited."
     )
+    lived = math.fsum((length if life.end is None else life.end) - life.start for life in run.lives)
+    answer = (
+        f"{duration(exposed)} of waiting: of {duration(wall)} in {count(len(spans))} checkpoints "
+        f"{1 - exposed / wall:.1%} were hidden"
+    ) + (f", so that rollouts spent {exposed / lived:.1%} of their time waiting for one." if lived > 0 else ".")
+    rows: list[tuple[object, ...]] = [
+        (span.rollout, span.label, f"{span.start:.6f}", f"{span.end - span.start:.6f}", f"{span.exposed_s:.6f}")
+        for span in spans
+    ]
     title = f"{len(spans)} checkpoints, {1 - exposed / wall:.1%} of their time hidden"
     entries = (("hidden", "hidden under generation"), ("exposed", "exposed: a rollout waited"))
-    return Figure("checkpoints", question, reading, drawing(206, title, join(parts)), legend=legend(*entries))
+    return Figure(
+        "checkpoints",
+        question,
+        reading,
+        drawing(206, title, join(parts)),
+        legend=legend(*entries),
+        answer=answer,
+        data=Data(("rollout", "what", "start_s", "wall_s", "exposed_s"), rows),
+    )
 
 
 def lanes_figure(run: History) -> Figure:
@@ -141,7 +158,26 @@ def lanes_figure(run: History) -> Figure:
         ("how-promotion", "shadow promoted"),
     )
     title = f"Step {step}: {len(rollouts)} rollouts over {duration(length)}"
-    return Figure("lanes", question, reading, drawing(bottom + 28, title, join(parts)), legend=legend(*entries))
+    hit = {done.recovery.subject for done in run.recoveries if begin <= done.end <= end} & set(rollouts)
+    stops = sum(1 for done in run.recoveries if done.recovery.what == "worker" and begin <= done.end <= end)
+    answer = (
+        f"In step {step}, {len(hit)} of {len(rollouts)} rollouts got their sandbox back and the engine's worker was "
+        f"replaced {stops} time{'' if stops == 1 else 's'}; the step took {duration(length)}."
+    )
+    rows: list[tuple[object, ...]] = [
+        (name, span.kind, span.label, f"{span.start:.6f}", f"{span.end - span.start:.6f}")
+        for name in rollouts
+        for span in spans.get(name, [])
+    ]
+    return Figure(
+        "lanes",
+        question,
+        reading,
+        drawing(bottom + 28, title, join(parts)),
+        legend=legend(*entries),
+        answer=answer,
+        data=Data(("rollout", "kind", "what", "start_s", "wall_s"), rows),
+    )
 
 
 def _rollout(name: str, top: float, row: float, life: Life | None, spans: list[Span], x: Scale) -> Markup:

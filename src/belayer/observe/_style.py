@@ -25,6 +25,8 @@ border-left:5px solid var(--ok);font-size:16px}
 section{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:16px 18px 14px;margin:0 0 18px}
 h2{font-size:17px;margin:0 0 4px;letter-spacing:-.005em}
 .reading{margin:0 0 10px;color:var(--muted);font-size:13.5px;max-width:86ch}
+.answer{margin:2px 0 4px;font-size:15px;font-weight:600}
+.data{margin:8px 0 0;font-size:12.5px;color:var(--muted)}.data a{color:var(--run)}
 .missing{margin:6px 0 2px;color:var(--muted)}
 .scroll{overflow-x:auto}
 svg{display:block;width:100%;min-width:700px;height:auto}

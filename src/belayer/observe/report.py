@@ -13,11 +13,15 @@ from belayer.files import write_atomically
 from belayer.observe._figures import groups_of, phase_names, phases_figure, reward_figure, timeline_figure
 from belayer.observe._figures_rollouts import checkpoints_figure, lanes_figure
 from belayer.observe._history import History, history_of
-from belayer.observe._markup import Markup, tag
+from belayer.observe._markup import Markup, join, tag
 from belayer.observe._style import CSS
 from belayer.observe._values import count, duration, json_for_html, phase_label, quantile
+from belayer.observe._viewer import VIEWER_CSS, viewer, viewer_script
 from belayer.observe.metrics import scan_metrics
 from belayer.observe.summary import Recovery, RunSummary, Summary, read_summary
+from belayer.observe.timeline import trace_events
+
+_VIEWER_EVENTS = 8_000  # about 1.2 MB of page
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,9 @@ def _page(run: _Source, other: _Source | None, why: str) -> str:
     head = [
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("link", rel="icon", href="data:,"),
         tag("title", f"Belayer run {name}"),
-        tag("style", Markup(CSS)),
+        tag("style", Markup(CSS + VIEWER_CSS)),
     ]
     body = tag(
         "main",
@@ -88,9 +93,10 @@ def _page(run: _Source, other: _Source | None, why: str) -> str:
         [figure.render() for figure in figures],
         _phase_table(summary.recoveries),
         [figure.render() for figure in later],
+        _viewer(run),
         _footer(run, other),
     )
-    page = tag("html", tag("head", head), tag("body", body, _embedded(run, other)), lang="en")
+    page = tag("html", tag("head", head), tag("body", body, _embedded(run, other), viewer_script()), lang="en")
     return f"<!doctype html>\n{page}\n"
 
 
@@ -103,8 +109,8 @@ def _header(run: _Source, name: str) -> Markup:
     ]
     if summary.sessions > 1:
         facts.append(f"resumed {summary.sessions - 1} time(s)")
-    facts.append(f"belayer {summary.belayer}" if summary.belayer else "")
-    facts += [f"{package} {version}" for package, version in sorted(summary.versions.items())]
+    versions = {"belayer": summary.belayer, **summary.versions} if summary.belayer else summary.versions
+    facts += [f"{package} {version}" for package, version in sorted(versions.items())]
     return tag("header", tag("h1", f"Run {name}"), tag("p", " · ".join(fact for fact in facts if fact)))
 
 
@@ -191,7 +197,7 @@ def _recovery_card(what: str, name: str, recoveries: list[Recovery]) -> Markup:
         return _card(name, "none needed", f"no {what} had to be recovered")
     totals = [one.total_s for one in mine]
     kinds = [
-        f"{len(group)}\u00a0{how}, median\u00a0{duration(quantile([one.total_s for one in group], 0.5))}"
+        f"{how}\u00a0×\u00a0{len(group)}, median\u00a0{duration(quantile([one.total_s for one in group], 0.5))}"
         for (_, how), group in groups_of(mine).items()
     ]
     return _card(name, duration(quantile(totals, 0.5)), f"{' · '.join(kinds)} · longest\u00a0{duration(max(totals))}")
@@ -249,6 +255,34 @@ def _row(name: str, values: list[float], class_: str | None = None) -> Markup:
 
 def _spread(values: list[float]) -> tuple[float, float, float]:
     return quantile(values, 0.5), quantile(values, 0.9), max(values)
+
+
+def _viewer(run: _Source) -> Markup:
+    question = "What happened at a given moment?"
+    events = trace_events(run.history)
+    slices = sum(event["ph"] == "X" for event in events)
+    if not slices:
+        inside = tag("p", tag("strong", "Not drawn: "), "no event of this run has a length.", class_="missing")
+    elif len(events) > _VIEWER_EVENTS:
+        name = run.path.resolve().name
+        inside = tag(
+            "p",
+            tag("strong", "Left out: "),
+            f"{count(len(events))} events would make this page too large. ",
+            tag("code", f"belayer timeline {name} --output timeline.html"),
+            " writes them to a page of their own, with --rollout only one rollout's.",
+            class_="missing",
+        )
+    else:
+        reading = (
+            "The whole run, zoomable: drag to move, + and − or Ctrl and the wheel to zoom, 0 for all. A red line leads "
+            "from a fault to the recovery that answered it. The same is in trace.json, for ui.perfetto.dev."
+        )
+        answer = f"Point at any of the {count(slices)} pieces of work below."
+        inside = join(
+            [tag("p", answer, class_="answer"), tag("p", reading, class_="reading"), viewer(events)],
+        )
+    return tag("section", tag("h2", question), inside, id="trace")
 
 
 def _footer(run: _Source, other: _Source | None) -> Markup:
