@@ -14,6 +14,7 @@ from belayer.faults import failpoints
 from belayer.files import sync_folder
 
 BLOCK = 1 << 20
+CACHED = 256 << 10  # bytes that are still in the processor's cache when their checksum is taken
 IN_FLIGHT = 8 << 20  # bytes written and not yet on the disk; more would make others' fsync wait for ours
 
 
@@ -81,7 +82,7 @@ def _extended(file: ImageFile, block: bytes) -> ImageFile:
 def _describe(path: Path) -> ImageFile:
     checksum = size = 0
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(4 * BLOCK):
+        while block := file.read(CACHED):
             checksum = google_crc32c.extend(checksum, block)
             size += len(block)
     return ImageFile(size, checksum)

@@ -70,8 +70,11 @@ class Keeper:
             )
         return cls(program, process, ours, on_death)
 
-    async def run(self, command: list[str], *, fds: tuple[int, ...] = (), deadline_s: float) -> tuple[int, str]:
-        """Run a helper on the host; returns (exit code, output). Past the deadline it is killed: `TimeoutError`."""
+    async def run(self, command: list[str], *, fds: tuple[int, ...] = (), deadline_s: float | None) -> tuple[int, str]:
+        """Run a helper on the host; returns (exit code, output). Past the deadline it is killed: `TimeoutError`.
+
+        Without a deadline it lives until it ends, this call is cancelled or the keeper goes.
+        """
         if self._ended:
             raise SandboxUnavailable("the keeper process of this run is gone", next_step="start the run again")
         number, self._next = self._next, self._next + 1

@@ -16,7 +16,6 @@ import threading
 
 from belayer.errors import SandboxUnavailable
 
-REFILL_DELAY_S = 0.2
 _CLONE_NEWNET = 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _REQUEST = struct.Struct("16sH22x")
@@ -29,44 +28,6 @@ async def fresh_netns() -> int:
     Raises `SandboxUnavailable`.
     """
     return await asyncio.to_thread(_make_in_thread)
-
-
-class Spares:
-    """A few namespaces made ahead.
-
-    A restore follows a death, and the kernel takes the dead container's namespace apart just then: making a new one at
-    that moment waited up to 40 ms for the same locks.
-    """
-
-    def __init__(self, size: int = 2) -> None:
-        self._size = size
-        self._spare: list[int] = []
-        self._refill: asyncio.Task[None] | None = None
-        self._closed = False
-
-    async def take(self) -> int:
-        """A descriptor that the caller closes."""
-        fd = self._spare.pop() if self._spare else await fresh_netns()
-        if not self._closed and (self._refill is None or self._refill.done()):
-            self._refill = asyncio.create_task(self._fill())
-        return fd
-
-    async def _fill(self) -> None:
-        await asyncio.sleep(REFILL_DELAY_S)  # after the restore that took the last one, not beside it
-        while len(self._spare) < self._size and not self._closed:
-            try:
-                self._spare.append(await fresh_netns())
-            except SandboxUnavailable:
-                return  # the one who needs it will try again, and tell
-
-    async def close(self) -> None:
-        """Let go of the spare ones."""
-        self._closed = True
-        if self._refill is not None:
-            self._refill.cancel()
-            await asyncio.gather(self._refill, return_exceptions=True)
-        while self._spare:
-            os.close(self._spare.pop())
 
 
 def _make_in_thread() -> int:

@@ -28,6 +28,7 @@ class Places:
         self.label = label
         self._store = store
         self._config = config
+        self.limits = {"memory_bytes": config.memory_bytes, "pids": config.pids}  # of each sandbox's cgroup
         self.disk_bytes = (config.disk_bytes or store.share_bytes) if store.has_quota else 0
         # the store's own proof of life: another process may see this store without seeing our runtime folder
         self._claim = _claims.claim(self.roots)
@@ -38,14 +39,14 @@ class Places:
         store.trees.make_folder(self.roots / AGENTS)
 
     def prepare(self, name: str, generation: int, source: Path) -> Place:
-        """The place of a new generation whose root starts as `source`: an image or a snapshot. Blocking.
+        """The place of a new generation whose root starts as `source`: an image or a snapshot; no cgroup. Blocking.
 
         Raises `StorageFull`.
         """
-        self._store.check_room()
         key = f"{safe_name(name)}-{generation}"
         place = Place(self.roots, key, self.label, generation, self._store.trees)
         try:
+            self._store.check_room()
             with storage_errors(f"no room for a root of sandbox {name}"):
                 self._store.trees.make_root(source, place.tree, self.disk_bytes)
                 place.agent.mkdir()
@@ -55,7 +56,6 @@ class Places:
                 for file in ("init", "mask"):
                     self._store.trees.set_immutable(place.agent / file, True)
             place.work.mkdir(parents=True, exist_ok=True)
-            place.cgroup.make(memory_bytes=self._config.memory_bytes, pids=self._config.pids)
         except BaseException:
             place.remove()
             raise
@@ -82,7 +82,7 @@ class Place:
         self._trees = trees
         self.generation = generation
         self.environment: dict[str, str] = {}  # of the init of a new container: what the image sets
-        self.cgroup = _cgroup.SandboxCgroup(label.name, key)
+        self.cgroup = _cgroup.SandboxCgroup(label.name, key)  # or that of a slot
 
     def protect_agent(self) -> None:
         """From now on the container can neither remove its socket nor put anything beside it.

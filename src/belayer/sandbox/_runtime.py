@@ -1,7 +1,7 @@
 """What makes containers, dumps them and brings them back: the native runtime, and the protocol it shares with others.
 
 A runtime knows nothing of names, generations, manifests and checkpoints' storage: those are the same for all and lie in
-`manager` and `_checkpoints`. It gets a `Place` whose root is ready, and a network namespace.
+`manager` and `_checkpoints`. It gets a `Place` whose root is ready, and a `Slot`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from belayer.errors import CheckpointRefused, SandboxUnavailable
 from belayer.sandbox import criu
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._place import Place
+from belayer.sandbox._slots import Slot
 from belayer.sandbox._unseen import what_would_be_lost
 
 HOSTNAME = "sandbox"  # the same for all: what an agent observes must not depend on which container it got
@@ -25,8 +26,8 @@ class Runtime(Protocol):
 
     name: str  # stands in the manifest: images of one runtime are of no use to another
 
-    async def create(self, place: Place, netns_fd: int) -> int:
-        """Start a container in `place`; returns the host's pid of its init. Raises `SandboxUnavailable`."""
+    async def create(self, place: Place, slot: Slot) -> int:
+        """Start a container in `place` and `slot`; returns the host's pid of its init. Raises `SandboxUnavailable`."""
         ...
 
     async def dump(
@@ -40,8 +41,8 @@ class Runtime(Protocol):
         """
         ...
 
-    async def restore(self, place: Place, *, images: Path, netns_fd: int) -> int:
-        """Bring the images back in `place`; returns the host's pid of the init. Raises `RestoreFailed`."""
+    async def restore(self, place: Place, *, images: Path, slot: Slot) -> int:
+        """Bring the images back in `place` and `slot`; returns the host's pid of the init. Raises `RestoreFailed`."""
         ...
 
     def remove(self, place: Place) -> None:
@@ -71,16 +72,13 @@ class NativeRuntime:
     def __init__(self, keeper: Callable[[], Keeper]) -> None:
         self._keeper = keeper
 
-    async def create(self, place: Place, netns_fd: int) -> int:
-        keeper = self._keeper()
-        command = [str(keeper.program), "create", "--root", str(place.root), "--agent", str(place.agent)]
+    async def create(self, place: Place, slot: Slot) -> int:
+        command = ["create", "--root", str(place.root), "--agent", str(place.agent)]
         command += ["--hostname", HOSTNAME]
         for variable, value in place.environment.items():
             command += ["--env", f"{variable}={value}"]
-        for folder in place.cgroup.folders:
-            command += ["--cgroup", str(folder)]
         try:
-            code, output = await keeper.run(command, fds=(netns_fd,), deadline_s=CREATE_TIMEOUT_S)
+            code, output = await slot.run(command, CREATE_TIMEOUT_S)
         except TimeoutError:
             raise SandboxUnavailable(f"container {place.key} did not start in {CREATE_TIMEOUT_S:.0f} s") from None
         if code:
@@ -99,16 +97,9 @@ class NativeRuntime:
             before_images=lambda: refuse_what_would_be_lost(place),
         )
 
-    async def restore(self, place: Place, *, images: Path, netns_fd: int) -> int:
+    async def restore(self, place: Place, *, images: Path, slot: Slot) -> int:
         return await criu.restore(
-            self._keeper(),
-            images=images,
-            root=place.root,
-            netns_fd=netns_fd,
-            agent=place.agent,
-            cgroups=place.cgroup.folders,
-            work=place.work,
-            close_agent=True,
+            slot.run, images=images, root=place.root, agent=place.agent, work=place.work, close_agent=True
         )
 
     def remove(self, place: Place) -> None:

@@ -24,6 +24,7 @@ from belayer.sandbox._native import native_program
 from belayer.sandbox._netns import fresh_netns
 from belayer.sandbox._overlay import check_overlay
 from belayer.sandbox._session import InitState, Session
+from belayer.sandbox._slots import Slot
 from belayer.sandbox._verdict import BTRFS, CONTAINER, CRIU, OVERLAY, Capability, verdict
 from belayer.sandbox.store import FILE, Store, existing_kinds
 
@@ -155,20 +156,24 @@ class _Trial:
         shutil.copy(program, self._agent / "init")
 
     async def _create(self, keeper: Keeper) -> int:
-        command = [str(keeper.program), "create", "--root", str(self._root), "--agent", str(self._agent)]
-        command += ["--hostname", "probe", *self._cgroup_options()]
+        command = ["create", "--root", str(self._root), "--agent", str(self._agent), "--hostname", "probe"]
         netns = await fresh_netns()
         try:
-            code, output = await keeper.run(command, fds=(netns,), deadline_s=STEP_TIMEOUT_S)
+            code, output = await self._run(keeper, command, netns, STEP_TIMEOUT_S)
         finally:
             os.close(netns)
         if code:
             raise SandboxUnavailable(f"a container cannot be started: {output or f'exit {code}'}")
         return int(output)
 
-    def _cgroup_options(self) -> list[str]:
+    async def _run(self, keeper: Keeper, command: list[str], netns_fd: int, deadline_s: float) -> tuple[int, str]:
         assert self._cgroup is not None
-        return [part for folder in self._cgroup.folders for part in ("--cgroup", str(folder))]
+        slot = Slot(os.dup(netns_fd), self._cgroup)
+        try:
+            await slot.park(keeper)
+            return await slot.run(command, deadline_s)
+        finally:
+            await slot.close()
 
     async def _dump_and_restore(self, keeper: Keeper, pid: int, before: InitState) -> str:
         assert self._cgroup is not None and self._session is not None
@@ -190,12 +195,10 @@ class _Trial:
         netns_fd = await fresh_netns()
         try:
             await criu.restore(
-                keeper,
+                lambda command, deadline_s: self._run(keeper, command, netns_fd, deadline_s),
                 images=self._images,
                 root=self._root,
-                netns_fd=netns_fd,
                 agent=self._agent,
-                cgroups=self._cgroup.folders,
                 work=self._work,
                 timeout_s=STEP_TIMEOUT_S,
             )

@@ -135,31 +135,28 @@ async def dump(
 
 
 async def restore(
-    keeper: Keeper,
+    run: Callable[[list[str], float], Awaitable[tuple[int, str]]],
     *,
     images: Path,
     root: Path,
-    netns_fd: int,
     agent: Path,
-    cgroups: list[Path],
     work: Path,
     close_agent: bool = False,
     timeout_s: float = 60.0,
 ) -> int:
-    """Restore the images into `root` with a fresh network namespace; returns the pid of the container's init.
+    """Restore the images into `root`; returns the pid of the container's init.
 
+    `run` does a role of the program in the container's cgroups, with a fresh network namespace as descriptor 10.
     `close_agent`: nothing inside can change its agent folder any more before the first process runs. The conversation
     with CRIU is native/criu.c's, which a busy driver does not hold up. Raises `RestoreFailed` with CRIU's own reason.
     """
-    command = [str(keeper.program), "restore", "--root", str(root), "--work", str(work)]
+    command = ["restore", "--root", str(root), "--work", str(work)]
     command += ["--request", _restore_request(images, root, agent).hex()]
     if close_agent:
         command += ["--close", str(agent)]
-    for folder in cgroups:
-        command += ["--cgroup", str(folder)]
     command += ["--", str(find_criu()), "swrk", "11"]
     try:
-        code, output = await keeper.run(command, fds=(netns_fd,), deadline_s=timeout_s)
+        code, output = await run(command, timeout_s)
     except TimeoutError:
         raise RestoreFailed(f"CRIU did not finish the restore within {timeout_s:.0f} s") from None
     found = re.search(r"^pid (\d+)$", output, re.MULTILINE)

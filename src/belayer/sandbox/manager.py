@@ -10,8 +10,8 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,17 @@ from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._levels import Levels, restored_from
 from belayer.sandbox._lower import SHELL_FILE
 from belayer.sandbox._native import native_program
-from belayer.sandbox._netns import Spares
 from belayer.sandbox._place import Place, Places
 from belayer.sandbox._runtime import HOSTNAME, NativeRuntime, Runtime
 from belayer.sandbox._session import Session
 from belayer.sandbox._shell_state import load_shell
+from belayer.sandbox._slots import Slot, Slots
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.images import Image
 from belayer.sandbox.store import Store
 
 FREE_SPACE_TIMEOUT_S = 10.0
+REMOVAL_WAITS_S = 2.0  # at most, for restores to end
 ANSWER_TIMEOUT_S = 5.0  # first answer of a new or restored init
 
 
@@ -66,8 +67,10 @@ class Sandboxes:
         self._sandboxes: dict[str, Sandbox] = {}
         self._generations: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._networks = Spares()
         self._keeper = self._start_keeper()
+        limits = places.limits if config.runtime == "native" else None  # podman makes its own cgroups
+        self._slots = Slots(label.name, lambda: self._keeper, limits=limits)
+        self._restoring = 0
         self._runtime = _runtime_of(config, label, lambda: self._keeper)
         self.checkpoints = Checkpoints(
             data,
@@ -130,11 +133,11 @@ class Sandboxes:
         Raises `ImageError`, `StorageFull`, `SandboxUnavailable`.
         """
         found = images.find(self.store, image or self.config.image)
-        async with self._lock(name), self._new_place(name, found.path) as (place, netns_fd):
+        async with self._lock(name), self._new_place(name, found.path) as (place, slot):
             await self._retire_name(name)
             place.environment = found.environment
             failpoints.hit("sandbox.create.place", name)
-            pid = await self._runtime.create(place, netns_fd)
+            pid = await self._runtime.create(place, slot)
             sandbox = await self._activate(name, place, pid, found)
             failpoints.hit("sandbox.create.answered", name)
             return sandbox
@@ -148,9 +151,18 @@ class Sandboxes:
         with self.checkpoints.pinned(checkpoint_id), self.checkpoints.writer.foreground():
             return await self._restore_pinned(name, checkpoint_id)
 
+    @contextmanager
+    def _no_removals(self) -> Iterator[None]:
+        self._restoring += 1
+        try:
+            yield
+        finally:
+            self._restoring -= 1
+
     async def _restore_pinned(self, name: str, checkpoint_id: str) -> Sandbox:
         try:
-            return await self._restore(name, checkpoint_id)
+            with self._no_removals():
+                return await self._restore(name, checkpoint_id)
         except StorageFull:
             if name not in self._sandboxes:
                 raise
@@ -176,7 +188,7 @@ class Sandboxes:
             # reading the images takes as long as making the root: side by side
             checked = asyncio.create_task(asyncio.to_thread(self.checkpoints.verify, manifest))
             try:
-                async with self._new_place(name, self.checkpoints.data.snapshots / manifest.id) as (place, netns_fd):
+                async with self._new_place(name, self.checkpoints.data.snapshots / manifest.id) as (place, slot):
                     clock.lap("root_s")
                     folder = await checked
                     clock.lap("verify_s")
@@ -186,10 +198,10 @@ class Sandboxes:
                     image = images.of_checkpoint(self.store, manifest.image, manifest.image_digest)
                     async with _warming(place, image):
                         if manifest.level == "full":
-                            pid = await self._runtime.restore(place, images=folder, netns_fd=netns_fd)
+                            pid = await self._runtime.restore(place, images=folder, slot=slot)
                         else:
                             place.environment = image.environment
-                            pid = await self._runtime.create(place, netns_fd)
+                            pid = await self._runtime.create(place, slot)
                     clock.lap("criu_s")
                     failpoints.hit("restore.processes", name)
                     sandbox = await self._activate(name, place, pid, image, manifest, folder)
@@ -284,7 +296,7 @@ class Sandboxes:
         # each of these whatever happened to the ones before. The keeper shares our lock on the store and unmounts it if
         # nobody else uses it, so it goes when nothing of ours is in the store any more
         for step in (
-            self._networks.close,
+            self._slots.close,
             self._runtime.close,
             lambda: asyncio.to_thread(self._places.remove),
             lambda: asyncio.to_thread(self.checkpoints.drain),
@@ -314,12 +326,19 @@ class Sandboxes:
             return
         place = sandbox.end()
         await asyncio.shield(asyncio.to_thread(place.cgroup.kill))
-        self._chore(self._remove, place)
+        self._in_background(self._remove_later(place))
+
+    async def _remove_later(self, place: Place) -> None:
+        """Not beside a restore: what it waits for is what the removal keeps busy."""
+        end = time.monotonic() + REMOVAL_WAITS_S
+        while self._restoring and not self._closed and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        await self._tried(self._remove, place)
 
     # -- inside --------------------------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def _new_place(self, name: str, source: Path) -> AsyncIterator[tuple[Place, int]]:
-        """The place of the next generation of `name` and a network namespace for it.
+    async def _new_place(self, name: str, source: Path) -> AsyncIterator[tuple[Place, Slot]]:
+        """The place of the next generation of `name` and a slot for it.
 
         When the body fails or is cancelled, whatever was made in that place is killed and removed.
         """
@@ -330,19 +349,27 @@ class Sandboxes:
                 f"sandbox {name}: {len(self._sandboxes)} are running already", next_step="raise sandbox.max_running"
             )
         generation = self._generations[name] = self._generations.get(name, 0) + 1
-        network = asyncio.create_task(self._networks.take())
+        taken = asyncio.create_task(self._slots.take())
         made = asyncio.create_task(asyncio.to_thread(self._places.prepare, name, generation, source))
+        adopted = False
         try:
-            place, netns_fd = await asyncio.shield(made), await asyncio.shield(network)
-            yield place, netns_fd
+            place, slot = await asyncio.shield(made), await asyncio.shield(taken)
+            if slot.cgroup is None:
+                await asyncio.to_thread(place.cgroup.make, **self._places.limits)
+            else:
+                place.cgroup, adopted = slot.cgroup, True
+            yield place, slot
         except BaseException:
             # also when we are being cancelled: a half-made container must not stay
+            await asyncio.shield(self._let_go(taken, adopted))
             await asyncio.shield(self._abandon(made))
             raise
-        finally:
-            found = (await asyncio.shield(asyncio.gather(network, return_exceptions=True)))[0]
-            if isinstance(found, int):
-                os.close(found)  # the container's processes hold it from here on
+        await asyncio.shield(self._let_go(taken, adopted))
+
+    async def _let_go(self, taken: asyncio.Task[Slot], adopted: bool) -> None:
+        slot = (await asyncio.gather(taken, return_exceptions=True))[0]
+        if isinstance(slot, Slot):
+            await (slot.close() if adopted else slot.discard())
 
     async def _abandon(self, made: asyncio.Task[Place]) -> None:
         place = (await asyncio.gather(made, return_exceptions=True))[0]
@@ -425,17 +452,21 @@ class Sandboxes:
         for sandbox in self._sandboxes.values():
             sandbox.condemn("the keeper of this run died")
         self._keeper = self._start_keeper()
+        self._in_background(self._slots.renew())
 
     def _chore(self, work: Callable[..., object], *args: Any) -> None:
-        async def do() -> None:
-            try:
-                await asyncio.to_thread(work, *args)
-            except OSError as error:
-                # a leftover is found again by its label; it must not fail a rollout that is already over
-                data = {"fault": "clean-up", "how": str(error)}
-                self._sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
+        self._in_background(self._tried(work, *args))
 
-        task = asyncio.create_task(do())
+    async def _tried(self, work: Callable[..., object], *args: Any) -> None:
+        try:
+            await asyncio.to_thread(work, *args)
+        except OSError as error:
+            # a leftover is found again by its label; it must not fail a rollout that is already over
+            data = {"fault": "clean-up", "how": str(error)}
+            self._sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
 

@@ -1,8 +1,9 @@
-/* One small static program with seven roles, chosen by its first argument:
+/* One small static program with eight roles, chosen by its first argument:
  *
  *   keeper   on the host, one per run: starts helpers, adopts and reaps containers, kills all of them when the driver dies
- *   create   on the host, short-lived: makes the namespaces of a container and becomes its init
- *   restore  on the host, short-lived: joins the cgroups, makes a private mount table, then runs CRIU
+ *   park     on the host, one per container: joins the container's cgroups ahead, waits, and becomes one of the next two
+ *   create   makes the namespaces of a container and becomes its init
+ *   restore  makes a private mount table, then runs CRIU, whose processes start in its cgroups
  *   tree     on the host, short-lived: copies and fingerprints the writable layer of an overlay
  *   init     inside the container as PID 1: reaps, runs commands, owns the terminal of the persistent shell
  *   guest    inside a container that podman made, as PID 1: what `create` does inside one of our own, then becomes init
@@ -30,6 +31,7 @@
 
 /* roles */
 int keeper_main(int argc, char **argv);
+int park_main(int argc, char **argv);
 int create_main(int argc, char **argv);
 int restore_main(int argc, char **argv);
 int init_main(void);

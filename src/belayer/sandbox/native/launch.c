@@ -21,6 +21,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#define CHANNEL_FD (PASSED_FD + 1)
+
 static int report_fd = 2; /* where a failure's sentence goes */
 
 static void die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
@@ -173,14 +175,31 @@ static void become_init(const struct options *o) {
     die("cannot run " AGENT_DIR "/init");
 }
 
+/* Joins the cgroups and waits on descriptor 11 for what to do in them: a role and its arguments, each ended by NUL. */
+int park_main(int argc, char **argv) {
+    static char message[1 << 17];
+    static char *words[256];
+    struct options o;
+    parse(argc, argv, &o);
+    join_cgroups(&o);
+    ssize_t n = recv(CHANNEL_FD, message, sizeof message - 1, 0);
+    if (n < 0) die("no command came");
+    close(CHANNEL_FD);
+    int count = 0;
+    for (char *p = message; p < message + n && count < 255; p += strlen(p) + 1) words[count++] = p;
+    if (!count) return 0; /* not needed */
+    if (!strcmp(words[0], "create")) return create_main(count, words);
+    if (!strcmp(words[0], "restore")) return restore_main(count, words);
+    return 64;
+}
+
 int create_main(int argc, char **argv) {
     struct options o;
     parse(argc, argv, &o);
     if (!o.root || !o.agent || !o.hostname) {
-        fprintf(stderr, "create (network namespace: descriptor 10) --root DIR --agent DIR --hostname NAME [--env NAME=VALUE]... [--cgroup DIR]...");
+        fprintf(stderr, "create (network namespace: descriptor 10) --root DIR --agent DIR --hostname NAME [--env NAME=VALUE]...");
         return 64;
     }
-    join_cgroups(&o);
     if (setns(PASSED_FD, CLONE_NEWNET)) die("cannot enter the network namespace");
     if (unshare(CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWPID)) die("no namespaces");
     private_mounts(o.root);
@@ -210,10 +229,9 @@ int restore_main(int argc, char **argv) {
     parse(argc, argv, &o);
     if (!o.root || !o.request || !o.work || !o.rest || !o.rest[0]) {
         fprintf(stderr, "restore (network namespace: descriptor 10, for CRIU) --root DIR --request HEX --work DIR "
-                        "[--close DIR] [--cgroup DIR]... -- criu swrk 11");
+                        "[--close DIR] -- criu swrk 11");
         return 64;
     }
-    join_cgroups(&o); /* restored processes start in the cgroups of CRIU */
     private_mounts(o.root);
     return restore_by_criu(o.rest, o.request, o.work, o.closed ? o.closed : "");
 }

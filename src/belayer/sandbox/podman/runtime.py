@@ -28,6 +28,7 @@ from belayer.sandbox._mend import mend_files
 from belayer.sandbox._place import Place
 from belayer.sandbox._runtime import CREATE_TIMEOUT_S, HOSTNAME, refuse_what_would_be_lost
 from belayer.sandbox._session import Session
+from belayer.sandbox._slots import Slot
 from belayer.sandbox.podman._gate import gate
 from belayer.sandbox.podman._program import LIMITS, Podman
 from belayer.sandbox.podman._spec import CRIU_CONF, Moved, keep_files, link, prepare_bundle
@@ -51,8 +52,8 @@ class PodmanRuntime:
         self._podman = Podman(label.dir / "podman")
 
     # -- the protocol --------------------------------------------------------------------------------------------------
-    async def create(self, place: Place, netns_fd: int) -> int:
-        await asyncio.to_thread(_name_netns, self._netns(place), netns_fd)
+    async def create(self, place: Place, slot: Slot) -> int:
+        await asyncio.to_thread(_name_netns, self._netns(place), slot.netns_fd)
         command = self._podman.command("run", "--detach", *self._options(place))
         try:
             code, output = await self._keeper().run(command, deadline_s=CREATE_TIMEOUT_S)
@@ -106,8 +107,8 @@ class PodmanRuntime:
         finally:
             (bundle / "checkpoint").unlink(missing_ok=True)
 
-    async def restore(self, place: Place, *, images: Path, netns_fd: int) -> int:
-        await asyncio.to_thread(_name_netns, self._netns(place), netns_fd)
+    async def restore(self, place: Place, *, images: Path, slot: Slot) -> int:
+        await asyncio.to_thread(_name_netns, self._netns(place), slot.netns_fd)
         try:
             await self._podman_step(place, "create", *self._options(place))
             container = _id(place)
