@@ -26,6 +26,7 @@ from belayer.sandbox._levels import Levels
 from belayer.sandbox._lower import take_without_processes
 from belayer.sandbox._place import safe_name
 from belayer.sandbox._runtime import Runtime
+from belayer.sandbox._unchanged import find_still_life
 from belayer.sandbox._writer import Writer, describe_failure
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.store import storage_errors
@@ -242,6 +243,10 @@ class Checkpoints:
             finally:
                 self.dumping -= 1
         self._known.setdefault(sandbox.name, []).append(manifest)
+        if level == "full" and self.data.store.trees.kind == "btrfs":
+            find_still_life(sandbox, manifest, folder)
+        else:
+            sandbox.still = "its newest checkpoint is not one that could be compared with"
         if level != "full":
             self._emit(manifest, events.CHECKPOINT_LEVEL, id=checkpoint_id, level=level, reason=reason, lost=list(lost))
         if self._durable:

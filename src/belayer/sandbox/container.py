@@ -21,12 +21,14 @@ from belayer.sandbox._gate import Gate
 from belayer.sandbox._levels import Restored
 from belayer.sandbox._place import Place
 from belayer.sandbox._session import DEFAULT_ENV, ExecResult, Fence, InitState, Session
+from belayer.sandbox._unchanged import StillLife, changed
 from belayer.sandbox.images import Image
 
 if TYPE_CHECKING:
     from belayer.sandbox.manager import Sandboxes
 
 HEALTH_TIMEOUT_S = 5.0
+LOOKS = 5
 _DEFAULTS = {f"?{name}": value for name, value in DEFAULT_ENV.items()}  # "?": unless the image sets it
 
 
@@ -61,6 +63,8 @@ class Sandbox(FileCalls):
         self.restored: Restored | None = None  # from what it was restored, and what is missing; None: it was created
         self.restore_phases: dict[str, float] = {}  # seconds of each step of the restore that made it
         self.stale = False
+        self.commands = 0  # sent so far, of those that may change something
+        self.still: StillLife | str = "it has no checkpoint yet"  # or why its newest one is none
         self._manager = manager
         self._config = manager.config
         self._place = place
@@ -178,6 +182,22 @@ class Sandbox(FileCalls):
                 self, action=action, context_hash=context_hash, rollout=rollout, attempt=attempt, level=level
             )
 
+    async def changed_since(self, checkpoint_id: str) -> str:
+        """Why it may be in another state than that checkpoint holds; empty: it is in exactly that state.
+
+        Cheap, and cautious: any command but reading counts as a change, as does any process beside the shell.
+        """
+        for _ in range(LOOKS):
+            if isinstance(self.still, str):
+                return self.still
+            if self.still.checkpoint != checkpoint_id or self.dead:
+                return "its newest checkpoint is another one"
+            why = changed(self.still, self.processes(), root=self.root, commands=self.commands)
+            if not why or self.commands != self.still.commands:
+                break
+            await asyncio.sleep(0.002)  # the init ends its own helper a moment after it has answered
+        return why
+
     async def restore(self, checkpoint_id: str) -> Sandbox:
         """Replace this container by the checkpointed one: a new handle, with the next generation."""
         return await self._manager.restore(self.name, checkpoint_id)
@@ -190,6 +210,7 @@ class Sandbox(FileCalls):
         """Give it another host name, as a fork gets one. Raises `SandboxLost` when it is gone."""
         async with self._gate.shared():
             self._check()
+            self.commands += 1
             try:
                 await asyncio.to_thread(_identity.set_hostname, self.init_pid, hostname)
             except FileNotFoundError as error:
@@ -236,7 +257,7 @@ class Sandbox(FileCalls):
 
     async def state(self) -> InitState:
         """What the init says of itself."""
-        async with self._in_use():
+        async with self._in_use(changes=False):
             return await self.session.ping()
 
     async def close(self) -> None:
@@ -266,9 +287,10 @@ class Sandbox(FileCalls):
 
     # -- inside --------------------------------------------------------------------------------------------------------
     @asynccontextmanager
-    async def _in_use(self) -> AsyncIterator[None]:
+    async def _in_use(self, *, changes: bool = True) -> AsyncIterator[None]:
         async with self._gate.shared():
             self._check()
+            self.commands += changes
             try:
                 yield
             except SandboxLost as error:
