@@ -99,9 +99,8 @@ class Calibration:
         self._exposed[1] += exposed_s
         if self._seen["cost"] > SETTLED:
             self._cost_ratio.append(seconds / expected)
-            quantile = getattr(self._cost, "quantile", None)
-            if quantile is not None:
-                self._costs.see({level: quantile(0.0, NormalDist().inv_cdf(level)) for level in LEVELS}, seconds)
+            quantiles = {level: self._cost.quantile(0.0, NormalDist().inv_cdf(level)) for level in LEVELS}
+            self._costs.see(quantiles, seconds)
         self._cost.add(seconds, 0.0)
 
     def _survive(self, seconds: float) -> None:

@@ -193,6 +193,17 @@ def test_coverage_of_turns_that_are_as_predicted() -> None:
         assert figures["coverage"][f"{level:g}"] == pytest.approx(level, abs=0.04)
 
 
+def test_coverage_of_checkpoints_whose_time_varies() -> None:
+    rng = random.Random(3)
+    found = Calibration()
+    for _ in range(600):
+        found(_event(ev.CHECKPOINT, wall_s=0.08 * rng.lognormvariate(0.0, 0.4), exposed_s=0.0))
+    figures = found.figures()["cost"]
+    assert figures["mean_ratio"] == pytest.approx(1.0, abs=0.05)
+    for level in LEVELS:
+        assert figures["coverage"][f"{level:g}"] == pytest.approx(level, abs=0.06)
+
+
 def test_coverage_shows_a_predictor_that_is_too_sure() -> None:
     """Turns of two kinds are not log-normal: no quantile of one kind's is right for both."""
     rng = random.Random(3)

@@ -96,9 +96,15 @@ class Cost:
     def __init__(self, first_s: float, size: int = 200) -> None:
         self._first_s = first_s
         self._seen: deque[tuple[float, float]] = deque(maxlen=size)
+        self._ratio = LogNormal(1.0, 0.5)  # of what it took to what was expected
 
     def add(self, seconds: float, nbytes: float) -> None:
+        self._ratio.add(seconds / self.seconds(nbytes))
         self._seen.append((nbytes, seconds))
+
+    def quantile(self, nbytes: float, z: float) -> float:
+        """The time that is not exceeded with probability Φ(z), by how far off the expected ones were."""
+        return self.seconds(nbytes) * self._ratio.quantile(z)
 
     def seconds(self, nbytes: float) -> float:
         if not self._seen:
