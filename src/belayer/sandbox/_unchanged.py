@@ -83,7 +83,7 @@ def still_life(
 
 
 def find_still_life(sandbox: Sandbox, manifest: Manifest, images: Path) -> None:
-    """Set `sandbox.still` for its newest checkpoint, taken a moment ago: now, or as soon as its processes wait again."""
+    """Set `sandbox.still` for its newest checkpoint, taken a moment ago: as soon as its processes wait again."""
     commands = sandbox.commands
     loop = asyncio.get_running_loop()
 
