@@ -121,14 +121,31 @@ class PolicyConfig(_Section):
 class RecoveryConfig(_Section):
     """How often to try again, and when to give up visibly."""
 
-    infra_retries: int = Field(default=8, ge=0, description="Sandbox recoveries of one rollout before it fails.")
+    infra_retries: int = Field(default=8, ge=0, description="Sandbox recoveries of one attempt before it fails.")
     attempts: int = Field(
-        default=2, ge=1, description="Fresh starts of a rollout that spent its retries (group is never shrunk)."
+        default=2, ge=1, description="Attempts of a rollout that infrastructure made fail, the first included."
+    )
+    agent_retries: int = Field(
+        default=0, ge=0, description="Fresh starts of a rollout whose own function raised; infrastructure is apart."
+    )
+    deaths_per_action: int = Field(
+        default=3, ge=1, description="Deaths of the environment during one action before the rollout is set aside."
+    )
+    group: Literal["fail", "replace"] = Field(
+        default="fail",
+        description="What follows when a rollout failed for good: its group fails, or gets another draw. It is never short.",
+    )
+    replacements: int = Field(default=2, ge=1, description="For `replace`: draws that one group may get instead.")
+    quarantine: int = Field(
+        default=3, ge=1, description="Rollouts of one task or image that fail for good before the rest are not tried."
     )
     breaker: int = Field(
         default=20, ge=1, description="Consecutive infrastructure failures without progress that stop the run."
     )
-    restore_timeout_s: float = Field(default=30.0, gt=0)
+    no_progress_s: float = Field(
+        default=600.0, gt=0, description="Nothing journalled for so long although rollouts are under way: stop."
+    )
+    restore_timeout_s: float = Field(default=30.0, gt=0, description="Deadline of one restore, or one new container.")
 
 
 class RunConfig(_Section):

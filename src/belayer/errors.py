@@ -7,7 +7,8 @@ Every error says three things: what happened, what was kept, and what to do next
     ├── RunError                a run directory cannot be opened
     │   ├── RunInUse            another live process holds it
     │   ├── RunVersionMismatch  it was written by an incompatible version of Belayer
-    │   └── CircuitOpen         environments keep failing and nothing gets done        (the run stops, resumable)
+    │   ├── CircuitOpen         environments keep failing and nothing gets done        (the run stops, resumable)
+    │   └── NoProgress          nothing was journalled for long although there is work (the run stops, resumable)
     ├── StorageFull             a disk, store or memory-backed file system is full  (the last durable state is kept)
     ├── JournalError
     │   ├── JournalCorrupt      a damaged record that is not a torn tail            (never skipped)
@@ -30,6 +31,8 @@ Every error says three things: what happened, what was kept, and what to do next
     │   └── ImageError          a sandbox image is missing or cannot be unpacked
     └── RolloutFailed           one rollout ended without a trajectory; carries the *first* failure
         ├── BudgetSpent         its infrastructure or agent retry budget is used up
+        ├── Quarantined         its task or image has failed too often already: it was not even tried
+        ├── GroupFailed         a group cannot be completed, and is not handed over short
         └── ContextDiverged     the environment cannot be what a harness's context says, and we cannot cut that context
 
 What an agent's command does (a non-zero exit, a timeout, an out-of-memory kill in its own cgroup) is a result, not an
@@ -78,6 +81,10 @@ class RunVersionMismatch(RunError):
 
 class CircuitOpen(RunError):
     """Environments failed many times in a row without one completed action; going on would only burn budget."""
+
+
+class NoProgress(RunError):
+    """Nothing was journalled for a long time although rollouts are under way; the text says where each one stands."""
 
 
 class StorageFull(BelayerError):
@@ -199,3 +206,11 @@ class ContextDiverged(RolloutFailed):
     Belayer cuts the contexts that it keeps itself. A harness keeps its own, so the rollout has to end: going on would
     let the model act on a state that it has never seen.
     """
+
+
+class Quarantined(RolloutFailed):
+    """The rollout's task or image made too many rollouts fail for good; this one was not tried."""
+
+
+class GroupFailed(RolloutFailed):
+    """A group has fewer trajectories than were asked for, and may not be completed by further draws."""

@@ -144,6 +144,7 @@ class Rollout:
         self._next = 0
         self._turns = 0
         self._busy = ""
+        self._busy_since = time.monotonic()
         self.broken: BaseException | None = None  # an infrastructure error that the user's function has seen
 
     # -- calls of the user's function -------------------------------------------------------------
@@ -225,6 +226,15 @@ class Rollout:
             result = await self._environment.act(self._next, action)
             self._next += 1
             return result
+
+    def standing(self) -> str:
+        """Where it is, in a few words, for whoever wonders why nothing happens."""
+        doing = f"in {self._busy}" if self._busy else "in its own function"
+        for_s = time.monotonic() - self._busy_since
+        return (
+            f"{self.id}, attempt {self.attempt}: {doing} for {for_s:.0f} s, after {self._next} calls and "
+            f"{self._turns} turns; its environment is {self._environment.state.value}"
+        )
 
     # -- how a call is answered -------------------------------------------------------------------
 
@@ -344,10 +354,10 @@ class _OneCall:
                 f"rollout {self._rollout.id}: {self._what} was called while {self._rollout._busy} is under way",
                 next_step="await one call before the next; a replay needs their order",
             )
-        self._rollout._busy = self._what
+        self._rollout._busy, self._rollout._busy_since = self._what, time.monotonic()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._rollout._busy = ""
+        self._rollout._busy, self._rollout._busy_since = "", time.monotonic()
         # a function that catches everything must not turn an infrastructure failure into a reward
         fatal = isinstance(error, BelayerError) and not isinstance(error, RequestRefused)
         if fatal or isinstance(error, RestartFunction):

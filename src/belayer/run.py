@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from belayer import events
+from belayer import events, groups
 from belayer.checkpoint import make_policy
 from belayer.config import Config
 from belayer.engine import Engine
 from belayer.errors import (
     BelayerError,
+    BudgetSpent,
     ConfigError,
     EngineError,
+    GroupFailed,
+    JournalError,
+    NoProgress,
+    Quarantined,
     RequestRefused,
     RolloutFailed,
     RunError,
@@ -35,6 +40,8 @@ from belayer.ownership import RunLabel
 from belayer.ownership.reap import reap
 from belayer.recovery import EnvironmentKeeper, RestartFunction
 from belayer.recovery.breaker import CircuitBreaker
+from belayer.recovery.quarantine import Quarantine
+from belayer.recovery.watchdog import ProgressWatchdog
 from belayer.rollout import Rollout, Tokenizer, Trajectory, _derive, trajectory
 from belayer.run_directory import RunDirectory
 from belayer.sandbox import Sandbox, Sandboxes
@@ -71,6 +78,8 @@ class Run:
             # one event on the host may hit every rollout in flight once
             max(config.recovery.breaker, 2 * config.run.max_concurrent)
         )
+        self._quarantine = Quarantine(config.recovery.quarantine)
+        self._rollouts: dict[str, Rollout] = {}  # under way
         self._slots = asyncio.Semaphore(config.run.max_concurrent)
 
     @classmethod
@@ -183,8 +192,9 @@ class Run:
     ) -> AsyncIterator[Trajectory]:
         """Run `group_size` rollouts per task and yield each trajectory as it finishes, each exactly once.
 
-        Those that the run has acknowledged before are not yielded again. Rollouts that failed for good are raised as
-        one `RolloutFailed` after all others were yielded: a group never shrinks silently.
+        Those that the run has acknowledged before are not yielded again. A group never shrinks silently: rollouts that
+        failed for good are replaced by other draws, or raised as one `GroupFailed` after all others were yielded
+        (`recovery.group`). Raises `NoProgress` and `CircuitOpen` when going on makes no sense.
         """
         finished: asyncio.Queue[Trajectory | BaseException] = asyncio.Queue()
         jobs = [
@@ -194,12 +204,13 @@ class Run:
         ]
         for rollout_id, _, task in jobs:
             self._check_task(rollout_id, task)
-        waiting = [job for job in jobs if not self.journal.history(job[0]).acknowledged]
+            self._check_task(self._stands_for(rollout_id), task)
+        waiting = [job for job in jobs if not self.journal.history(self._stands_for(job[0])).acknowledged]
 
         async def work(rollout_id: str, group: str, task: Any) -> None:
             try:
                 async with self._slots:
-                    finished.put_nowait(await self._run_one(solve, rollout_id, group, task))
+                    finished.put_nowait(await self._run_member(solve, rollout_id, group, task))
             except asyncio.CancelledError as error:
                 current = asyncio.current_task()
                 if current is not None and current.cancelling():
@@ -211,6 +222,7 @@ class Run:
 
         running = [asyncio.create_task(work(*job), name=job[0]) for job in waiting]
         self._running.update(running)
+        watching = asyncio.create_task(self._watch(running, finished), name="progress watchdog")
         failures: list[RolloutFailed] = []
         try:
             for _ in waiting:
@@ -223,17 +235,40 @@ class Run:
                     failpoints.hit("deliver.before", item.rollout_id)
                     yield item
         finally:
+            watching.cancel()
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(watching, *running, return_exceptions=True)
             self._running.difference_update(running)
         if failures:
-            raise RolloutFailed(
-                f"{len(failures)} of {len(jobs)} rollouts failed: {failures[0].what}",
+            short = f", so that groups of {group_size} are short" if group_size > 1 else ""
+            raise GroupFailed(
+                f"{len(failures)} of {len(jobs)} rollouts failed{short}: {failures[0].what}",
                 first=failures[0].first,
                 kept="the journal, with every finished rollout",
                 next_step="repair the cause, then `belayer resume` the run",
             )
+
+    async def _watch(self, running: list[asyncio.Task[None]], finished: asyncio.Queue[Trajectory | BaseException]):
+        """End the rollouts with `NoProgress` when nothing is journalled any more; see `recovery.watchdog`."""
+        watchdog = ProgressWatchdog(self.config.recovery.no_progress_s)
+        while True:
+            await asyncio.sleep(watchdog.look_every_s)
+            working = not all(task.done() for task in running)
+            patience_s = max((keeper.patience_s for keeper in self.keepers.values()), default=0.0)
+            try:
+                watchdog.check(self.journal.length, working, patience_s, self.standing)
+            except NoProgress as error:
+                finished.put_nowait(error)
+                return
+
+    def standing(self) -> list[str]:
+        """Where each rollout under way stands, a line each."""
+        return [rollout.standing() for _, rollout in sorted(self._rollouts.items())]
+
+    def _stands_for(self, rollout_id: str) -> str:
+        """The rollout whose trajectory the group gets for `rollout_id`: itself, or its newest replacement."""
+        return groups.newest(rollout_id, self.journal.histories)
 
     async def collect(
         self, solve: Solve, tasks: Sequence[Any], *, group_size: int = 1, name: str = "r"
@@ -242,7 +277,7 @@ class Run:
         async for _ in self.rollouts(solve, tasks, group_size=group_size, name=name):
             pass
         return [
-            trajectory(self.journal.history(f"{name}-{group}-{index}"))
+            trajectory(self.journal.history(self._stands_for(f"{name}-{group}-{index}")))
             for group in range(len(tasks))
             for index in range(group_size)
         ]
@@ -265,6 +300,40 @@ class Run:
 
     # -- one rollout ------------------------------------------------------------------------------
 
+    async def _run_member(self, solve: Solve, rollout_id: str, group: str, task: Any) -> Trajectory:
+        """A trajectory for one place of a group: of this rollout, or, if so configured, of one that replaces it."""
+        recovery = self.config.recovery
+        name = self._stands_for(rollout_id)
+        suspects = f"the task of group {group}", f"image {self.config.sandbox.image}"
+        while True:
+            try:
+                if not self.journal.history(name).finished:
+                    self._quarantine.check(*suspects)
+                done = await self._run_one(solve, name, group, task)
+            except Quarantined as error:
+                self._begin(name, group, task)  # so that the journal says what became of it
+                self._fail(name, error)
+                raise
+            except RolloutFailed as error:
+                agent = self.journal.history(name).agent_failures > 0
+                if agent:
+                    raise
+                self._quarantine.failed(error.first, *suspects)
+                if recovery.group == "fail":
+                    raise
+                if groups.replaced(group, self.journal.histories) >= recovery.replacements:
+                    raise GroupFailed(
+                        f"group {group} is not complete: {error.what}, and its recovery.replacements = "
+                        f"{recovery.replacements} are used up",
+                        first=error.first,
+                        kept="the journal, with every finished rollout",
+                    ) from error
+                name = groups.following(name)
+                self._begin(name, group, task)
+            else:
+                self._quarantine.succeeded(*suspects)
+                return done
+
     async def _run_one(self, solve: Solve, rollout_id: str, group: str, task: Any) -> Trajectory:
         history = self.journal.history(rollout_id)
         while not history.finished:
@@ -275,16 +344,19 @@ class Run:
                 reward = await self._drive(solve, rollout_id)
             except (RolloutFailed, SandboxError) as error:
                 self._fail(rollout_id, error)
-                if history.attempts >= self.config.recovery.attempts:
+                if history.attempts - history.agent_failures >= self.config.recovery.attempts:
                     raise self._failed_for_good(rollout_id) from error
                 continue
             except Exception as error:
                 if isinstance(error, BelayerError) and not isinstance(error, RequestRefused):
                     raise  # the engine, the journal or the disk: the run stops and can be resumed
-                # the user's function itself failed; trying again would only fail again
-                self._fail(rollout_id, error)
-                raise RolloutFailed(
-                    f"the function of rollout {rollout_id} raised {type(error).__name__}: {error}",
+                # the user's function itself failed: that is no fault of the infrastructure, and has its own budget
+                self._fail(rollout_id, error, agent=True)
+                if history.agent_failures <= self.config.recovery.agent_retries:
+                    continue
+                raise BudgetSpent(
+                    f"the function of rollout {rollout_id} raised {type(error).__name__}: {error} "
+                    f"({history.agent_failures} times; recovery.agent_retries = {self.config.recovery.agent_retries})",
                     first=_where(error),
                     kept="its journal",
                     next_step="repair the function, then `belayer resume` the run",
@@ -330,6 +402,7 @@ class Run:
                     tokenizer=self.tokenizer,
                     sink=self.sink,
                 )
+                self._rollouts[rollout_id] = rollout
                 try:
                     reward = await solve(rollout)
                     if rollout.broken is not None:
@@ -337,11 +410,12 @@ class Run:
                     return _checked_reward(rollout_id, reward)
                 except RestartFunction:
                     continue
-        except (asyncio.CancelledError, EngineError, RunError, StorageFull):
+        except (asyncio.CancelledError, EngineError, JournalError, RunError, StorageFull):
             stopped = True  # the run stops, and will be resumed
             raise
         finally:
             del self.keepers[rollout_id]
+            self._rollouts.pop(rollout_id, None)
             await self.engine.end_trajectory(f"{rollout_id}.{history.attempt}")
             await keeper.close(keep_checkpoints=stopped)
 
@@ -362,17 +436,20 @@ class Run:
         self.journal.record(r.RolloutStarted(rollout=rollout_id, attempt=attempt, group=group, task=task, seed=seed))
         self._emit(events.ROLLOUT_STARTED, rollout_id, group=group, attempt=attempt)
 
-    def _fail(self, rollout_id: str, error: Exception) -> None:
+    def _fail(self, rollout_id: str, error: Exception, *, agent: bool = False) -> None:
         attempt = self.journal.history(rollout_id).attempt
         reason = error.what if isinstance(error, BelayerError) else str(error)
         kind = type(error).__name__
-        self.journal.record(r.RolloutFailed(rollout=rollout_id, attempt=attempt, error=kind, reason=reason))
+        self.journal.record(
+            r.RolloutFailed(rollout=rollout_id, attempt=attempt, error=kind, reason=reason, agent=agent)
+        )
         self._emit(events.ROLLOUT_FAILED, rollout_id, reason=reason, failure=kind)
 
     def _failed_for_good(self, rollout_id: str) -> RolloutFailed:
         history = self.journal.history(rollout_id)
-        return RolloutFailed(
-            f"rollout {rollout_id} failed {history.attempts} times",
+        return BudgetSpent(
+            f"rollout {rollout_id} failed {history.attempts} times, the last time with {history.failures[-1][1]}: "
+            f"{history.failures[-1][2]} (recovery.attempts = {self.config.recovery.attempts})",
             first=history.failures[0][2],
             kept="its journal",
         )

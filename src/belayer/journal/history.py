@@ -66,6 +66,7 @@ class History:
         self.rollout = rollout
         self.attempts = 0
         self.failures: list[tuple[int, str, str]] = []
+        self.agent_failures = 0  # of them: those that the user's function brought about
         self.acknowledged = False
         self._reset()
 
@@ -127,6 +128,7 @@ class History:
             case RolloutFailed():
                 self.failed = record
                 self.failures.append((record.attempt, record.error, record.reason))
+                self.agent_failures += record.agent
             case Acknowledged():
                 self.acknowledged = True
 

@@ -41,6 +41,9 @@ class Journal:
         self._writer = SegmentWriter(folder, durability=durability, segment_bytes=segment_bytes, seen=self._apply)
         self.torn_bytes = self._writer.torn_bytes
 
+    length = 0
+    """Records written by this process or before it; rises with every one."""
+
     def history(self, rollout: str) -> History:
         """The history of a rollout; an empty one if the journal has not heard of it."""
         if rollout not in self.histories:
@@ -50,7 +53,7 @@ class Journal:
     def record(self, record: AnyRecord) -> None:
         """Write `record`, then apply it. Raises `StorageFull` or `JournalError`, and then nothing has changed."""
         failpoints.hit("journal.append.before", record.rollout)
-        self._writer.append(record)
+        self.length = self._writer.append(record) + 1
         failpoints.hit("journal.append.after", record.rollout)
         self._apply(record)
         if self._retention != "keep" and self._writer.rotations:

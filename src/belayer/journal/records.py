@@ -150,10 +150,11 @@ class RolloutFinished(Record, frozen=True, kw_only=True):
 
 
 class RolloutFailed(Record, frozen=True, kw_only=True):
-    """This attempt ended without a trajectory. `error` is the error's type."""
+    """This attempt ended without a trajectory. `error` is the error's type, `agent`: the user's function raised it."""
 
     error: str
     reason: str
+    agent: bool = False
 
 
 class Acknowledged(Record, frozen=True, kw_only=True):

@@ -58,9 +58,7 @@ from belayer.sandbox import Sandbox, Sandboxes
 
 _T = TypeVar("_T")
 
-# the same action may see the environment die this often before the rollout is set aside as its likely cause
-DEATHS_PER_ACTION = 3
-DEATHS_IF_AMBIGUOUS = 2  # where the action itself may have done it: one retry, then no more
+DEATHS_IF_AMBIGUOUS = 2  # where the action itself may have killed the environment: one retry, then no more
 
 
 class EnvironmentState(enum.Enum):
@@ -124,6 +122,7 @@ class EnvironmentKeeper:
         self._behind = 0  # the first action that the environment could not reproduce, until the context is cut there
         self._suspect = 0  # the action during which system folders vanished
         self._spent = self._history.restores  # recoveries tried, also those that failed themselves
+        self._until = 0.0  # monotonic: when the action under way will have been ended by its own limit
         self._deaths = (0, 0)  # (action, how often the environment died during it)
         self._restore_s = 0.03  # the last time to create or restore, for the policy
         if any(call.kind == "action" for call in self._history.calls):  # also one that was only begun
@@ -140,6 +139,11 @@ class EnvironmentKeeper:
     def first_loss(self) -> str:
         """Why the environment was lost for the first time; empty if it never was."""
         return self._first_loss
+
+    @property
+    def patience_s(self) -> float:
+        """How long the action under way may still take by its own limit; 0 while there is none."""
+        return max(0.0, self._until - time.monotonic())
 
     # -- actions ----------------------------------------------------------------------------------
 
@@ -167,6 +171,7 @@ class EnvironmentKeeper:
             failpoints.hit("action.intended", self.rollout)
             started = time.time()
             begun = time.perf_counter()
+            self._until = time.monotonic() + (getattr(action, "timeout_s", None) or 0.0)
             try:
                 result = await perform_until(sandbox, action, (self.attempt, sandbox.generation), interrupt)
                 problem = await self._examine(sandbox)
@@ -178,6 +183,11 @@ class EnvironmentKeeper:
                 # begun and not completed: nobody knows how far it went, so it is never gone on from in place
                 self._lose(f"action {k} was cancelled")
                 raise
+            if problem and (sandbox.dead or sandbox.cause):
+                # not damage, of which we would have to ask whose doing it is: it is gone, and so is what was done in it
+                self._lose(problem)
+                self._count_death(k, SandboxLost(problem), action)
+                continue
             if problem and self._suspect != k:
                 # damage that appeared during the action is either the action's own doing or ours to repair; doing it
                 # once more from the state before it tells the two apart
@@ -238,7 +248,9 @@ class EnvironmentKeeper:
     def _count_death(self, k: int, error: SandboxLost | StaleSandbox, action: Action) -> None:
         before = self._deaths[1] if self._deaths[0] == k else 0
         self._deaths = (k, before + 1)
-        limit = DEATHS_IF_AMBIGUOUS if getattr(error, "ambiguous", False) else DEATHS_PER_ACTION
+        limit = self._config.deaths_per_action
+        if getattr(error, "ambiguous", False):
+            limit = min(limit, DEATHS_IF_AMBIGUOUS)
         if before + 1 >= limit:
             raise RolloutFailed(
                 f"rollout {self.rollout} is set aside: its environment died {before + 1} times during action {k} "

@@ -20,6 +20,7 @@ from belayer.config import Config
 from belayer.engine import Engine
 from belayer.errors import ConfigError
 from belayer.faults import FaultInjector, plan
+from belayer.groups import counting
 from belayer.journal import read_histories, scan
 from belayer.journal.records import Acknowledged
 from belayer.ownership.reap import label_of_process
@@ -229,7 +230,8 @@ async def _train_with_faults(
 
 def journal_counts(run_dir: Path) -> tuple[int, int, int]:
     """(started, delivered, duplicated) rollouts of a run directory, by its journal."""
-    histories = read_histories(run_dir / "journal")
+    histories = {history.rollout: history for history in counting(read_histories(run_dir / "journal"))}
     acknowledged = [record for record in scan(run_dir / "journal") if isinstance(record, Acknowledged)]
     delivered = sum(history.acknowledged for history in histories.values())
+    acknowledged = [record for record in acknowledged if record.rollout in histories]
     return len(histories), delivered, len(acknowledged) - delivered
