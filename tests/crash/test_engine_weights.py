@@ -159,12 +159,13 @@ def test_weights_under_fire(tmp_path: Path) -> None:
         await story.update(1)
 
         # a shard that never comes does not block for ever, and leaves nothing behind
-        deadline, engine._deadline = engine._deadline, lambda: asyncio.get_running_loop().time() + 0.2
+        updates = engine._updates
+        updates.deadline, deadline = (lambda: asyncio.get_running_loop().time() + 0.2), updates.deadline
         story.version += 1
         story.seed_of[story.version] = 2
         with failpoints.armed("engine.update.after_shard", "sleep:0.4"), pytest.raises(WeightsError, match="within"):
             await engine.update_weights(random_weights(seed=2), story.version)
-        engine._deadline = deadline
+        updates.deadline = deadline
         await story.says(1)
 
     async def owner_falls_silent(story: Story) -> None:

@@ -15,7 +15,8 @@ from belayer.engine import supervisor as sv
 from belayer.engine._fleet import Fleet
 from belayer.engine._model_folder import ModelFacts, inspect
 from belayer.engine._owner_care import WeightsSource
-from belayer.engine._wire import Abort, Chunk, Epoch, Submit, Tokens
+from belayer.engine._weights_updates import WeightsUpdates
+from belayer.engine._wire import Abort, Chunk, Submit, Tokens
 from belayer.engine.admission import problem
 from belayer.engine.lifecycle import RequestState
 from belayer.engine.request import GenerationRequest, TokenChunk, TokenSink, WeightsEpoch
@@ -26,7 +27,6 @@ from belayer.engine.weights.checkpoint_files import checkpoint_tensors
 from belayer.engine.workers.hang import HangDetector
 from belayer.engine.workers.link import WorkerLink
 from belayer.errors import EngineError, EngineUnavailable, RequestRefused, TurnRestarted, WeightsError
-from belayer.faults.failpoints import hit
 from belayer.ownership import RunLabel
 
 if TYPE_CHECKING:
@@ -50,14 +50,13 @@ class Engine:
         self._requests = Requests(time.monotonic)
         self._gate = VersionGate(config.version_policy)
         self._stopping = Stopping(model.path)
-        self._updating = asyncio.Lock()
-        self._updates: set[asyncio.Task[WeightsEpoch]] = set()
         self._closed = False
         self._fleet = Fleet(config, model, label, events, log_dir)
         self._fleet.on_tokens = self._on_tokens
         self._fleet.on_route = self._on_route
         self._fleet.on_fenced = self._requests.take_back
         self._fleet.on_lost = self._on_lost
+        self._updates = WeightsUpdates(config, self._fleet, self._gate, self._restart_turns, events)
         self._hangs = HangDetector(config.hang_s, config.prefill_hang_s, self._watched, self._on_hang)
 
     @classmethod
@@ -91,7 +90,7 @@ class Engine:
             content = list(weights)
 
             async def before_serving() -> None:
-                await fleet.owner.write(content, policy_version, engine._deadline())
+                await fleet.owner.write(content, policy_version, engine._updates.deadline())
 
             fleet.before_serving = before_serving
         try:
@@ -108,8 +107,7 @@ class Engine:
             return
         self._closed = True
         self._hangs.stop()
-        for task in self._updates:
-            task.cancel()
+        self._updates.stop()
         await self._fleet.close()
         self._on_lost(EngineUnavailable("the engine was closed", kept="every journalled token"))
 
@@ -277,44 +275,7 @@ class Engine:
         """
         if self._closed or self._fleet.failure is not None:
             raise self._fleet.failure or EngineUnavailable("the engine is closed")
-        # Shielded: half an update does not exist, so a caller that is cancelled cannot leave one. `close` ends it.
-        task = asyncio.get_running_loop().create_task(self._update(list(tensors), policy_version))
-        self._updates.add(task)
-        task.add_done_callback(self._updates.discard)
-        return await asyncio.shield(task)
-
-    def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self._config.update_timeout_s
-
-    async def _update(self, tensors: list[tuple[str, torch.Tensor]], policy_version: int) -> WeightsEpoch:
-        if not tensors:
-            raise WeightsError("an update without tensors changes nothing")
-        began, deadline = time.monotonic(), self._deadline()
-        async with self._updating:
-            if policy_version <= self.policy_version:
-                raise WeightsError(
-                    f"policy version {policy_version} is not newer than {self.policy_version}, which serves",
-                    next_step="versions rise for ever; after a resume start the engine with the version it had",
-                )
-            async with self._gate.update(deadline):
-                await self._fleet.owner.write(tensors, policy_version, deadline)
-                # from here on there is no way back: the new epoch is the one to serve
-                target = self._fleet.owner.clean
-                assert target is not None
-                try:
-                    hit("engine.update.after_commit")
-                finally:
-                    if self._gate.policy == "restart_turn":
-                        self._restart_turns(policy_version)
-                    await self._switch_all(target)
-        if self._fleet.failure is not None:
-            raise self._fleet.failure
-        wall_s = time.monotonic() - began
-        epoch = WeightsEpoch(epoch=target.number, policy_version=policy_version, digest=target.digest, wall_s=wall_s)
-        data = {"epoch": target.number, "policy_version": policy_version, "digest": target.digest, "wall_s": wall_s}
-        self._events(ev.Event(kind=ev.WEIGHTS_COMMITTED, subject="weights", data=data))
-        hit("engine.update.switched")
-        return epoch
+        return await self._updates.begin(list(tensors), policy_version)
 
     def _restart_turns(self, policy_version: int) -> None:
         for flight in self._requests:
@@ -325,30 +286,6 @@ class Engine:
             )
             flight.outcome.set_exception(error)
             self._drop(flight, RequestState.RESTARTED)
-
-    async def _switch_all(self, target: Epoch) -> None:
-        fleet = self._fleet
-        for number, link in enumerate(list(fleet.links.values())):
-            if number:
-                hit("engine.update.between_switches")
-            fleet.bring_up_to_date(link)
-        try:
-            await fleet.wait(lambda: self._switched(target.number), self._config.prefill_hang_s)
-        except TimeoutError:
-            # one that does not answer is of no use: as a shadow nobody else would notice
-            for link in list(fleet.links.values()):
-                if link.ready and link.epoch != fleet.owner.clean:
-                    fleet.tell(sv.Hung(link.generation, f"worker {link.generation} did not switch its weights"))
-            await fleet.wait(lambda: self._switched(target.number), self._config.start_timeout_s)
-
-    def _switched(self, number: int) -> bool:
-        """Whether no worker that could make a token still looks at older weights."""
-        if self._fleet.failure is not None:
-            return True
-        return all(
-            link.fenced or not link.ready or (link.epoch is not None and link.epoch.number >= number)
-            for link in self._fleet.links.values()
-        )
 
     # -- watching -----------------------------------------------------------------------------------------------------
     async def wait_standby(self, timeout_s: float) -> None:
