@@ -51,6 +51,7 @@ class Spec(msgspec.Struct):
 async def drive(spec: Spec) -> None:
     config = Config.model_validate(spec.config)
     log = Log(Path(spec.log))
+    log.write("started")
     images: list[str] = []
 
     def sink(event: events.Event) -> None:

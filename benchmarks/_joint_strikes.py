@@ -40,7 +40,7 @@ ENGINE_BACK_S = 90.0
 STRIKES_PER_ROLLOUT = 8
 STRIKES_PER_ACTION = 2  # the third death during one action sets a rollout aside, as it should
 DECLINED = 200
-DRIVER_AFTER_S = 4.0  # a driver lives at least so long before it is struck
+DRIVER_AFTER_S = 12.0  # a driver lives at least so long before it is struck
 UPDATE_EVERY_S = 0.7
 
 

@@ -133,7 +133,7 @@ class RecoveryConfig(_Section):
     )
     group: Literal["fail", "replace"] = Field(
         default="fail",
-        description="What follows when a rollout failed for good: its group fails, or gets another draw. It is never short.",
+        description="What follows when a rollout failed for good: its group fails, or gets another draw instead.",
     )
     replacements: int = Field(default=2, ge=1, description="For `replace`: draws that one group may get instead.")
     quarantine: int = Field(
