@@ -104,10 +104,11 @@ def test_strikes_come_at_the_rate_that_was_asked_for_and_at_the_same_ages_again(
     assert found == ages("a") and found != ages("b")
 
 
-def test_the_arm_that_starts_anew_never_restores() -> None:
-    config = arm_config(Config(), "restart")
-    assert config.policy.name == "never" and config.recovery.infra_retries == 0 and config.recovery.attempts >= 10
-    assert arm_config(Config(), "belayer") == Config()
+def test_the_arm_that_starts_anew_never_restores_and_none_gives_up() -> None:
+    anew, mine = arm_config(Config(), "restart"), arm_config(Config(), "belayer")
+    assert anew.policy.name == "never" and anew.recovery.infra_retries == 0
+    assert mine.policy == Config().policy and mine.recovery.infra_retries >= 100
+    assert anew.recovery.attempts == mine.recovery.attempts >= 100
 
 
 def _lived(**changes: Any) -> Lived:
