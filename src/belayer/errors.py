@@ -25,6 +25,7 @@ Every error says three things: what happened, what was kept, and what to do next
     │   ├── SandboxLost         it died, hangs or was damaged from outside           (restore it)
     │   ├── StaleSandbox        a handle of an earlier generation was used           (get the new handle)
     │   ├── CheckpointRefused   the state cannot be captured at the level asked for
+    │   ├── CheckpointAbandoned it was given up before anything of it was done
     │   ├── CheckpointDamaged   images or manifest do not verify                    (an older one is used)
     │   │   └── CheckpointUnfit made on a host whose process images this one cannot take over
     │   ├── RestoreFailed       a restore did not produce the checkpointed state    (nothing was activated)
@@ -102,12 +103,12 @@ class JournalCorrupt(JournalError):
 class ReplayDivergence(JournalError):
     """A rollout function, run again, made another call than the one in its journal.
 
-    `journalled` and `requested` hold both sides.
+    The text shows the calls before it and what is other; `journalled` and `requested` hold both sides whole.
     """
 
     def __init__(self, what: str, *, journalled: str, requested: str, kept: str | None = None) -> None:
         super().__init__(
-            f"{what}\n  journal: {journalled}\n  now:     {requested}",
+            what,
             kept=kept,
             next_step="make the function deterministic: take randomness from rollout.random and time from rollout.now",
         )
@@ -170,6 +171,10 @@ class StaleSandbox(SandboxError):
 
 class CheckpointRefused(SandboxError):
     """The sandbox's state cannot be captured at the level asked for."""
+
+
+class CheckpointAbandoned(SandboxError):
+    """A checkpoint was given up before it had begun; the sandbox was not touched."""
 
 
 class CheckpointDamaged(SandboxError):

@@ -19,12 +19,13 @@ import msgspec
 
 from belayer import events
 from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk, TokenSink
-from belayer.errors import BelayerError, ReplayDivergence, RequestRefused, TurnRestarted
+from belayer.errors import BelayerError, RequestRefused, TurnRestarted
 from belayer.faults import failpoints
 from belayer.journal import Call, History, Journal
 from belayer.journal.records import TokensAppended, TurnVoided, ValueDrawn
 from belayer.recovery import EnvironmentKeeper, RestartFunction
 from belayer.recovery.actions import Action, Exec, Exists, Failed, Read, Shell, Write, asked, from_journal, host_file
+from belayer.recovery.divergence import diverged
 from belayer.sandbox import ExecResult
 
 
@@ -154,7 +155,7 @@ class Rollout:
         ids = self._encode(tokens) if isinstance(tokens, str) else [int(token) for token in tokens]
         with self._one_call("observe"):
             text = f"observe {hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()} ({len(ids)} tokens)"
-            known = self._answered("observe", text)
+            known = self._answered("observe", text, ids)
             if known is None:
                 self._record(TokensAppended, source="observation", ids=ids, asked=text)
                 self._next += 1
@@ -227,6 +228,11 @@ class Rollout:
             self._next += 1
             return result
 
+    def check_over(self) -> None:
+        """The function has returned: raises `ReplayDivergence` if the journal has calls that it did not make."""
+        if self._next < len(self._history.calls):
+            raise diverged(self.id, self._next, self._history.calls, "end", "the function returned")
+
     def standing(self) -> str:
         """Where it is, in a few words, for whoever wonders why nothing happens."""
         doing = f"in {self._busy}" if self._busy else "in its own function"
@@ -238,18 +244,13 @@ class Rollout:
 
     # -- how a call is answered -------------------------------------------------------------------
 
-    def _answered(self, kind: str, text: str) -> Call | None:
+    def _answered(self, kind: str, text: str, ids: Sequence[int] = ()) -> Call | None:
         """The journal's answer to the next call, if it has one; checks that it is the same call."""
         if self._next >= len(self._history.calls):
             return None
         call = self._history.calls[self._next]
         if (call.kind, call.asked) != (kind, text):
-            raise ReplayDivergence(
-                f"rollout {self.id}: call {self._next} differs from the journal",
-                journalled=f"{call.kind}: {call.asked}",
-                requested=f"{kind}: {text}",
-                kept="the journal, untouched",
-            )
+            raise diverged(self.id, self._next, self._history.calls, kind, text, ids)
         if kind in ("observe", "value") or call.finish or call.done:
             self._next += 1
         return call

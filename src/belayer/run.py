@@ -407,6 +407,7 @@ class Run:
                     reward = await solve(rollout)
                     if rollout.broken is not None:
                         raise rollout.broken
+                    rollout.check_over()
                     return _checked_reward(rollout_id, reward)
                 except RestartFunction:
                     continue
