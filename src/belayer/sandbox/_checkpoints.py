@@ -16,6 +16,7 @@ from typing import Any
 from belayer import events
 from belayer.checkpoint.manifest import Level, Manifest, ProcessState, Timings, read_manifest, write_manifest
 from belayer.checkpoint.retention import garbage
+from belayer.checkpoint.turns import Turn, Turns
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, CheckpointRefused, SandboxLost, StorageFull
 from belayer.faults import failpoints
@@ -63,10 +64,10 @@ class Checkpoints:
         self._running = running
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        self.writer = Writer(data, self._tell_written)
+        self.turns = Turns(at_once=config.max_dumps)
+        self.writer = Writer(data, self._tell_written, self.turns.writing)
         self._pins: Counter[str] = Counter()
         self._room = threading.Lock()
-        self._turn = asyncio.Semaphore(config.max_dumps)
         self._known: dict[str, list[Manifest]] = {}
         self._orphans: list[Manifest] = []  # to be deleted as soon as nothing needs them
         self._sequence = 0
@@ -130,6 +131,7 @@ class Checkpoints:
         for manifest in self._orphans:
             self.data.remove(manifest.id)
         left = self.writer.close(self._config.drain_s)
+        self.turns.close()
         if left:
             how = f"{len(left)} checkpoints were not written within sandbox.drain_s = {self._config.drain_s:g} s"
             data = {"fault": "checkpoint", "how": how, "checkpoints": left}
@@ -170,8 +172,12 @@ class Checkpoints:
         rollout: str,
         attempt: int | None,
         level: Level | None = None,
+        turn: Turn | None = None,
     ) -> Manifest:
-        """Capture and publish. The caller keeps everybody else away from the sandbox."""
+        """Capture and publish. The caller keeps everybody else away from the sandbox.
+
+        `turn` is its place in the host's order, for a caller that wants to promote or abandon it meanwhile.
+        """
         begun = time.perf_counter()
         asked = level
         level, reason = self.levels.start(asked)
@@ -184,7 +190,7 @@ class Checkpoints:
         self._sequence += 1
         sequence = self._sequence
         checkpoint_id = f"{safe_name(sandbox.name)}-g{sandbox.generation}-{sequence}-{secrets.token_hex(3)}"
-        async with self._turn, self._undisturbed():
+        async with self.turns.taken(turn or Turn()), self._undisturbed():
             self.dumping += 1
             try:
                 lost: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # the checkpoint; its new manifest, None when it was garbage; or why it could not be written
 Done = Callable[[Manifest, Manifest | None, Exception | None, float], None]
+# the write happens in its block: one run of the host after the other. What the argument raises ends the wait for it
+WriteTurn = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class _Garbage(Exception):
@@ -45,9 +47,10 @@ class _Garbage(Exception):
 class Writer:
     """Writes checkpoints of one run in the background. `done` is called in its thread after each."""
 
-    def __init__(self, data: RunData, done: Done) -> None:
+    def __init__(self, data: RunData, done: Done, turn: WriteTurn) -> None:
         self._data = data
         self._done = done
+        self._turn = turn
         self._change = threading.Condition()
         self._waiting: dict[str, Manifest] = {}  # by sandbox, in the order of arrival
         self._writing: Manifest | None = None
@@ -127,11 +130,12 @@ class Writer:
         failpoints.hit("checkpoint.write.begin")
         data, target = self._data, self._data.disk / manifest.id
         self._pause(manifest)
-        if not target.is_dir():
-            self._copy(manifest, target)
-        else:  # moved here to free memory: complete, but perhaps not on the disk
-            sync_images(target, manifest.images, lambda: self._pause(manifest))
-        sync_snapshot(data.snapshots / manifest.id)
+        with self._turn(lambda: self._check_wanted(manifest)):
+            if not target.is_dir():
+                self._copy(manifest, target)
+            else:  # moved here to free memory: complete, but perhaps not on the disk
+                sync_images(target, manifest.images, lambda: self._pause(manifest))
+            sync_snapshot(data.snapshots / manifest.id)
         data.mark_durable()
         with data.publishing:
             self._check_wanted(manifest)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from belayer.checkpoint.manifest import Level, Manifest
+from belayer.checkpoint.turns import Turn
 from belayer.errors import SandboxLost, StaleSandbox
 from belayer.sandbox import _health, _identity
 from belayer.sandbox._attribution import Limits
@@ -168,18 +169,26 @@ class Sandbox(FileCalls):
         rollout: str = "",
         attempt: int | None = None,
         level: Level | None = None,
+        turn: Turn | None = None,
     ) -> Manifest:
         """Capture file system and processes at one instant and publish the manifest.
 
         `level`: exactly this one, or the highest that host and state allow. What was taken stands in the manifest, and
         it is never below `sandbox.allow_level`: without processes, a restore starts a new container on the file system.
         Waits for running commands to end and holds new ones back meanwhile. Raises `CheckpointRefused` (the state
-        cannot be captured) and `StorageFull`: the sandbox runs on and earlier checkpoints are kept; `SandboxLost`.
+        cannot be captured) and `StorageFull`: the sandbox runs on and earlier checkpoints are kept; `SandboxLost`; and
+        `CheckpointAbandoned` when `turn`, its place in the host's order of dumps, was given up.
         """
         async with self._gate.exclusive():
             self._check()
             return await self._manager.checkpoints.capture(
-                self, action=action, context_hash=context_hash, rollout=rollout, attempt=attempt, level=level
+                self,
+                action=action,
+                context_hash=context_hash,
+                rollout=rollout,
+                attempt=attempt,
+                level=level,
+                turn=turn,
             )
 
     async def changed_since(self, checkpoint_id: str) -> str:

@@ -1,0 +1,254 @@
+"""Whose turn is it to dump? One order for all runs of a host.
+
+Dumps share the host's processors, memory bandwidth and disk with everything else, so only a few run at once, whatever
+the number of runs. Within a run, those whose agent waits already (*promoted*) go first, then in the order of arrival.
+Among runs, one that has a promoted checkpoint goes before those that have none.
+
+A turn is always in one of these states:
+
+    WAITING    nothing has begun
+    PROMOTED   nothing has begun, and its agent waits
+    BEGUN      it dumps
+    OVER       it has ended, however
+    ABANDONED  it was given up before it had begun
+
+Forbidden: BEGUN → ABANDONED. A dump that is cut off may leave its own code in the processes.
+
+The order among runs is made of locks (flock) on files of one folder, which the kernel drops with their holder: a killed
+run blocks nobody. A run that was stopped does, so nobody waits longer than `PATIENCE_S`: the limit is a courtesy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import fcntl
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+from belayer.errors import CheckpointAbandoned
+from belayer.ownership.labels import RUNTIME_DIR
+
+PATIENCE_S = 2.0
+RETRY_S = 0.005
+_WRITE_RETRY_S = 0.05
+_USERS, _URGENT, _WRITE = "users", "urgent", "write"
+
+
+class TurnState(enum.Enum):
+    WAITING = "waiting"
+    PROMOTED = "promoted"
+    BEGUN = "begun"
+    OVER = "over"
+    ABANDONED = "abandoned"
+
+
+class Turn:
+    """The place of one checkpoint in the order."""
+
+    def __init__(self) -> None:
+        self.state = TurnState.WAITING
+        self.waited_s = 0.0
+        self.changed: Callable[[], None] = lambda: None  # set by the order in which it stands
+
+    @property
+    def open(self) -> bool:
+        """Has nothing begun yet?"""
+        return self.state in (TurnState.WAITING, TurnState.PROMOTED)
+
+    def promote(self) -> bool:
+        """Its agent waits: go before all that wait only for their model. False: it is not waiting any more."""
+        if self.state is TurnState.WAITING:
+            self.state = TurnState.PROMOTED
+            self.changed()
+        return self.open
+
+    def abandon(self) -> bool:
+        """Give it up. False: it has begun, or is over."""
+        if not self.open:
+            return False
+        self.state = TurnState.ABANDONED
+        self.changed()
+        return True
+
+
+class Turns:
+    """The order of one run, and its part in that of the host. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        at_once: int,
+        clock: Callable[[], float] = time.monotonic,
+        later: Callable[[float, Callable[[], None]], object] | None = None,
+    ) -> None:
+        """`folder` is the same for all runs of a host. `clock` and `later` (as `loop.call_later`) for tests."""
+        self._clock = clock
+        self._later = later or (lambda delay, work: asyncio.get_running_loop().call_later(delay, work))
+        self._waiting: list[tuple[Turn, float, asyncio.Future[int]]] = []
+        self._retrying = False
+        self._locks = _Locks(folder or RUNTIME_DIR / "turns", at_once)
+
+    @asynccontextmanager
+    async def taken(self, turn: Turn) -> AsyncIterator[None]:
+        """The block runs when it is this turn. Raises `CheckpointAbandoned` when it was given up before."""
+        slot = await self._wait(turn)
+        try:
+            yield
+        finally:
+            turn.state = TurnState.OVER
+            self._locks.release(slot)
+            self._advance()
+
+    async def _wait(self, turn: Turn) -> int:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        entry = (turn, self._clock(), future)
+        turn.changed = self._advance
+        self._waiting.append(entry)
+        try:
+            self._advance()
+            return await future
+        except BaseException:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._locks.release(future.result())  # cancelled just as its turn had come
+            raise
+        finally:
+            turn.changed = lambda: None
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Let begin whoever can."""
+        for entry in [entry for entry in self._waiting if entry[0].state is TurnState.ABANDONED]:
+            self._waiting.remove(entry)
+            if not entry[2].done():
+                entry[2].set_exception(CheckpointAbandoned("it was given up before it had begun"))
+        while self._waiting:
+            # stable: in each class the order of arrival
+            turn, since, future = first = min(self._waiting, key=lambda entry: entry[0].state is TurnState.WAITING)
+            waited = self._clock() - since
+            slot = self._locks.take(urgent=turn.state is TurnState.PROMOTED, whatever=waited >= PATIENCE_S)
+            if slot is None:
+                if not self._retrying:
+                    self._retrying = True
+                    self._later(RETRY_S, self._retry)
+                return
+            self._waiting.remove(first)
+            turn.state, turn.waited_s = TurnState.BEGUN, waited
+            if future.done():
+                self._locks.release(slot)
+            else:
+                future.set_result(slot)
+        self._locks.nobody_is_urgent()
+
+    def _retry(self) -> None:
+        self._retrying = False
+        self._advance()
+
+    @contextmanager
+    def writing(self, check: Callable[[], None]) -> Iterator[None]:
+        """In a thread: the block runs while no other run of the host writes checkpoints to the disk, or after a while.
+
+        `check` is called meanwhile; what it raises ends the wait.
+        """
+        with self._locks.writing(check):
+            yield
+
+    def close(self) -> None:
+        """Let go of the folder, and remove it if nobody else uses it. No turn is under way."""
+        self._locks.close()
+
+
+class _Locks:
+    """Files in a folder that all runs of the host share."""
+
+    def __init__(self, folder: Path, at_once: int) -> None:
+        self._folder = folder
+        self._users = self._join()
+        self._slots = [self._open(f"dump-{number}") for number in range(at_once)]
+        self._urgent, self._asking, self._write = self._open(_URGENT), self._open(_URGENT), self._open(_WRITE)
+        self._held: set[int] = set()
+        self._is_urgent = False
+
+    def _join(self) -> int:
+        while True:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with suppress(FileNotFoundError):
+                fd = self._open(_USERS)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                # whoever was the last user may have removed it between the two calls
+                with suppress(FileNotFoundError):
+                    if os.fstat(fd).st_ino == os.stat(self._folder / _USERS).st_ino:
+                        return fd
+                os.close(fd)
+
+    def _open(self, name: str) -> int:
+        return os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self, *, urgent: bool, whatever: bool) -> int | None:
+        """A slot, or None. `whatever`: also when none is free (then it is -1)."""
+        if urgent and not self._is_urgent:
+            self._is_urgent = _try(self._urgent, fcntl.LOCK_SH)
+        elif not urgent:
+            self.nobody_is_urgent()
+            if not whatever and self._others_are_urgent():
+                return None
+        for number, fd in enumerate(self._slots):
+            if number not in self._held and _try(fd, fcntl.LOCK_EX):
+                self._held.add(number)
+                return number
+        return -1 if whatever else None
+
+    def release(self, slot: int) -> None:
+        if slot >= 0:
+            self._held.discard(slot)
+            fcntl.flock(self._slots[slot], fcntl.LOCK_UN)
+
+    def nobody_is_urgent(self) -> None:
+        if self._is_urgent:
+            fcntl.flock(self._urgent, fcntl.LOCK_UN)
+            self._is_urgent = False
+
+    def _others_are_urgent(self) -> bool:
+        if not _try(self._asking, fcntl.LOCK_EX):
+            return True
+        fcntl.flock(self._asking, fcntl.LOCK_UN)
+        return False
+
+    @contextmanager
+    def writing(self, check: Callable[[], None]) -> Iterator[None]:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (mine := _try(self._write, fcntl.LOCK_EX)) and time.monotonic() < deadline:
+            check()
+            time.sleep(_WRITE_RETRY_S)
+        try:
+            yield
+        finally:
+            if mine and self._users >= 0:  # a disk that hung may outlive the run's own end
+                fcntl.flock(self._write, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        if self._users < 0:
+            return
+        # those who come now wait for this lock, and then see that the file is not there any more
+        if _try(self._users, fcntl.LOCK_EX):
+            for path in (*self._folder.glob("dump-*"), *(self._folder / name for name in (_URGENT, _WRITE, _USERS))):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._folder.rmdir()
+        for fd in (*self._slots, self._urgent, self._asking, self._write, self._users):
+            os.close(fd)
+        self._users = -1
+
+
+def _try(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
