@@ -66,7 +66,7 @@ def _print(run: Path, verdict: Verdict, again: Reexecution | None) -> None:
     )
     if verdict.results_gone:
         console.print(
-            f"{verdict.results_gone} results of acknowledged rollouts were taken out by run.retention; their digests were not"
+            f"{verdict.results_gone} results of acknowledged rollouts were taken out by run.retention"
         )
     for finding in verdict.findings[:SHOWN]:
         console.print(f"broken: {finding.rollout}, attempt {finding.attempt}: {finding.what}", markup=False)
