@@ -1,4 +1,4 @@
-"""Budgets, groups, quarantine and the watchdog: what fails is said, with the first reason, and nothing shrinks in silence.
+"""Budgets, groups, quarantine, watchdog: what fails is said, with its first reason, and nothing shrinks in silence.
 
 Against the model environment of `test_consistency`.
 """
@@ -9,6 +9,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from tests.stateful.test_consistency import AlwaysDies, Chaos, ModelEngine, ModelSandboxes, World
 
 from belayer import events
 from belayer.config import Config, RecoveryConfig, RunConfig
@@ -19,7 +20,6 @@ from belayer.recovery.quarantine import Quarantine
 from belayer.recovery.watchdog import ProgressWatchdog
 from belayer.run import Run
 from belayer.verify import verify_run
-from tests.stateful.test_consistency import AlwaysDies, Chaos, ModelEngine, ModelSandboxes, World
 
 pytestmark = pytest.mark.stateful
 
@@ -116,7 +116,7 @@ def test_deaths_during_one_action_are_counted_by_the_configured_limit(tmp_path):
 
 # -- groups ------------------------------------------------------------------------------------------------------------
 def test_a_failed_member_is_replaced_by_another_draw(tmp_path):
-    done, journal = asyncio.run(
+    done, _ = asyncio.run(
         collect(tmp_path, acts, group_size=3, chaos=DiesFor(3), attempts=1, max_concurrent=1, group="replace")
     )
     assert [each.rollout_id for each in done] == ["t-0-0~1", "t-0-1", "t-0-2"]
