@@ -99,12 +99,12 @@ def write_manifest(path: Path, manifest: Manifest, *, durable: bool) -> None:
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        failpoints.hit("checkpoint.publish.written")
+        failpoints.hit("checkpoint.publish.written", manifest.sandbox)
         os.replace(fresh, path)
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-    failpoints.hit("checkpoint.publish.renamed")
+    failpoints.hit("checkpoint.publish.renamed", manifest.sandbox)
     if durable:
         sync_folder(path.parent)
 

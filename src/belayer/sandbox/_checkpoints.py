@@ -30,7 +30,7 @@ from belayer.sandbox._runtime import Runtime
 from belayer.sandbox._unchanged import find_still_life
 from belayer.sandbox._writer import Writer, describe_failure
 from belayer.sandbox.container import Sandbox
-from belayer.sandbox.store import storage_errors
+from belayer.sandbox.store import remove_tree, storage_errors
 
 KEEP = 2  # newest checkpoints kept of each sandbox
 CANCELLED_S = 8.0  # a cancelled command is killed within five
@@ -238,7 +238,7 @@ class Checkpoints:
                     runtime=self._runtime.name,
                     host=here() if level == "full" else None,
                 )
-                failpoints.hit("checkpoint.publish.captured")
+                failpoints.hit("checkpoint.publish.captured", sandbox.name)
                 with storage_errors("no manifest could be written"):
                     path = self.data.manifest_path(checkpoint_id)
                     await _to_its_end(write_manifest, path, manifest, durable=self._durable)
@@ -279,6 +279,8 @@ class Checkpoints:
             failpoints.hit("checkpoint.frozen", sandbox.name)
             try:
                 with storage_errors(f"no snapshot of sandbox {sandbox.name}"):
+                    if snapshot.exists():  # the one that was made before CRIU gave files another name
+                        await _to_its_end(remove_tree, snapshot)
                     await _to_its_end(self.data.store.trees.snapshot, sandbox.place.tree, snapshot)
             except OSError as error:
                 raise CheckpointRefused(
@@ -288,7 +290,12 @@ class Checkpoints:
 
         try:
             times = await self._runtime.dump(
-                sandbox.place, init_pid=sandbox.init_pid, images=folder, netns=netns, while_frozen=while_frozen
+                sandbox.place,
+                init_pid=sandbox.init_pid,
+                images=folder,
+                netns=netns,
+                while_frozen=while_frozen,
+                repeatable=self.data.store.trees.instant,
             )
         except TimeoutError as error:
             # a dump that is cut off leaves its own code in the processes: they cannot be trusted any more
