@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ from belayer.engine.stopping import Pieces, load_tokenizer
 from belayer.errors import RequestRefused
 from belayer.gateway.problems import bad
 
-_RESERVED = {"conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
+_RESERVED = {
+    "conversations",
+    "tools",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Text:
@@ -30,8 +39,8 @@ class Text:
                 self.why_not = error.what.removeprefix("stop strings need a tokenizer, and ")
         self.eos = _ends(folder, self._tokenizer) if folder is not None else frozenset()
         self.special = frozenset(_special(self._tokenizer))
-        self.spell = lru_cache(maxsize=65536)(self._spell)
-        self._chat: asyncio.Future[Any] | None = None
+        self.spell = functools.lru_cache(maxsize=65536)(self._spell)
+        self._template, self._names = _chat_template(folder) if folder is not None else ("", {})
 
     @property
     def there(self) -> bool:
@@ -63,21 +72,20 @@ class Text:
         if reserved := sorted(_RESERVED & kwargs.keys()):
             raise bad(f"chat_template_kwargs must not hold {reserved[0]}", "chat_template_kwargs")
         self.need("chat", "messages")
-        if self._chat is None or (self._chat.done() and self._chat.exception() is not None):
-            self._chat = asyncio.ensure_future(asyncio.to_thread(_load_chat, self.folder))
-        tokenizer = await asyncio.shield(self._chat)
-        if not tokenizer.chat_template:
+        if not self._template:
             raise bad(
                 f"{self.folder} has no chat template: save one there (chat_template.jinja), or use /v1/completions",
                 "messages",
                 "no_chat_template",
             )
+        # what a tokenizer's apply_chat_template calls; a tokenizer object would bring torch into this process
+        names = {**self._names, **kwargs}
+        render = functools.partial(_render, [messages], chat_template=self._template, **how, **names)
         try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **how, **kwargs)
+            return await asyncio.to_thread(render)
         except Exception as error:  # templates raise whatever they like about messages they do not understand
-            raise bad(
-                f"the chat template refuses these messages: {type(error).__name__}: {error}", "messages"
-            ) from None
+            why = f"{type(error).__name__}: {error}"
+            raise bad(f"the chat template refuses these messages: {why}", "messages") from None
 
     def stream(
         self, prompt_ids: Sequence[int], stops: tuple[str, ...], hidden: frozenset[int], keep: bool
@@ -137,13 +145,29 @@ class TextStream:
         return text
 
 
-def _load_chat(folder: Path | None) -> Any:
-    from transformers import AutoTokenizer
+def _render(conversations: list[Any], **kwargs: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
 
+    rendered: Any = render_jinja_template(conversations, **kwargs)
+    return rendered[0][0]
+
+
+def _chat_template(folder: Path) -> tuple[str, dict[str, str]]:
+    """The folder's chat template, "" if it has none, and the special tokens that templates may name."""
+    config = _json(folder / "tokenizer_config.json")
+    names = {key: _spelt(config.get(key)) for key in _NAMES}
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # the library raises whatever it likes for a folder it cannot read
-        raise bad(f"the tokenizer in {folder} cannot be used for chat: {type(error).__name__}: {error}") from None
+        template: Any = (folder / "chat_template.jinja").read_text()
+    except OSError:
+        template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = next((item.get("template") for item in template if item.get("name") == "default"), "")
+    return template if isinstance(template, str) else "", {key: value for key, value in names.items() if value}
+
+
+def _spelt(token: Any) -> str:
+    spelt = token.get("content") if isinstance(token, dict) else token
+    return spelt if isinstance(spelt, str) else ""
 
 
 def _special(tokenizer: Any) -> Iterable[int]:
@@ -155,9 +179,8 @@ def _special(tokenizer: Any) -> Iterable[int]:
 def _ends(folder: Path, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a sequence, by the folder's files: what a completion stops at unless told otherwise."""
     found: set[int] = set()
-    configured = _json(folder / "tokenizer_config.json").get("eos_token")
-    spelt = configured.get("content") if isinstance(configured, dict) else configured
-    if tokenizer is not None and isinstance(spelt, str) and (number := tokenizer.token_to_id(spelt)) is not None:
+    spelt = _spelt(_json(folder / "tokenizer_config.json").get("eos_token"))
+    if tokenizer is not None and (number := tokenizer.token_to_id(spelt)) is not None:
         found.add(number)
     for name in ("generation_config.json", "config.json"):
         ids = _json(folder / name).get("eos_token_id")
