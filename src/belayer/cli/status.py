@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ from belayer.observe.status import InFlight, RunReader, RunStatus
 
 console = Console(highlight=False, soft_wrap=True)
 _STYLES = {"running": "green", "starting": "yellow", "finished": "green", "stopped": "bold red"}
+_GOING = ("starting", "running")
 _ROLLOUTS = 12
 
 
@@ -31,26 +31,27 @@ def status_command(run: Path, *, as_json: bool, watch: bool, every_s: float = 1.
         while True:
             status = reader.status()
             print(msgspec.json.encode(status).decode(), flush=True)
-            if not watch or status.state in ("finished", "stopped"):
+            if not watch or status.state not in _GOING:
                 return _code(status)
             time.sleep(every_s)
-    if not watch:
-        status = reader.status()
-        console.print(_drawn(reader, status))
-        return _code(status)
-    return _watch(reader, every_s)
-
-
-def _watch(reader: RunReader, every_s: float, sleep: Callable[[float], None] = time.sleep) -> int:
     status = reader.status()
+    if watch and status.state in _GOING:
+        return _watch(reader, status, every_s)
+    console.print(_head(status))  # on its own, unwrapped: it may hold a command to copy
+    console.print(_body(reader, status))
+    return _code(status)
+
+
+def _watch(reader: RunReader, status: RunStatus, every_s: float) -> int:
     try:
         with Live(_drawn(reader, status), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-            while status.state in ("running", "starting"):
-                sleep(every_s)
+            while status.state in _GOING:
+                time.sleep(every_s)
                 status = reader.status()
                 live.update(_drawn(reader, status), refresh=True)
     except KeyboardInterrupt:
         return 0
+    console.print(_head(status))
     return _code(status)
 
 
@@ -58,22 +59,28 @@ def _code(status: RunStatus) -> int:
     return 1 if status.state == "stopped" or status.ok is False else 0
 
 
+def _head(status: RunStatus) -> Text:
+    return Text(status.message, style="bold red" if status.ok is False else _STYLES[status.state], overflow="fold")
+
+
 def _drawn(reader: RunReader, status: RunStatus) -> RenderableType:
-    style = "bold red" if status.ok is False else _STYLES[status.state]
-    head = Text(status.message, style=style, overflow="fold")
+    return Group(_head(status), _body(reader, status))
+
+
+def _body(reader: RunReader, status: RunStatus) -> RenderableType:
     live = reader.live_state()
     if status.last_event_age_s is None:
-        return Group(head, _counts(status), _rollouts(status))
+        return Group(_counts(status), _rollouts(status))
     now = time.time()
     if not status.driver_alive or live.ended is not None:
         live.worker = live.shadow = live.owner = "ended"
     if not status.driver_alive and live.ended is None:
         now -= status.last_event_age_s  # the clock stopped with the driver
-    parts: list[RenderableType] = [head]
-    parts.append(
-        picture(live, reader.path.name, console.width, 26, now, unicode=console.encoding.lower().startswith("utf"))
-    )
-    parts.append(_details(status))
+    unicode = console.encoding.lower().startswith("utf")
+    parts: list[RenderableType] = [
+        picture(live, reader.path.name, console.width, 26, now, unicode=unicode),
+        _details(status),
+    ]
     if status.in_flight:
         parts.append(_rollouts(status))
     return Group(*parts)

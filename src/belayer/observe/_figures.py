@@ -75,8 +75,8 @@ def reward_figure(run: History, reference: History | None, why_no_reference: str
     for tick in ticks(first, last, 10):
         if tick == int(tick):
             parts += [label(x(tick), bottom + 46, f"{tick:g}", anchor="middle")]
-    parts.append(label(_LEFT - 8, bottom + 46, "step", anchor="end"))
-    parts.append(label(_LEFT - 8, bottom + 24, "faults", anchor="end"))
+    parts.append(label(_LEFT - 14, bottom + 46, "step", anchor="end"))
+    parts.append(label(_LEFT - 14, bottom + 24, "faults", anchor="end"))
     if other:
         parts.append(polyline([(x(step), y(reward)) for step, reward in other], "reference"))
     parts.append(polyline([(x(step), y(reward)) for step, reward in curve], "run"))

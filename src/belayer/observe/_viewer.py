@@ -29,7 +29,8 @@ function start(box){
 const all=JSON.parse(document.getElementById(box.dataset.trace).textContent);
 const colours={step:"--hidden","engine starting":"--ref","engine ready":"--ok","engine serving":"--run",fault:"--fault",
 recovery:"--restore",phase:"--other",rollout:"--life",generate:"--generate",exec:"--exec",checkpoint:"--cold"};
-const ROW=15,PAD=6,LEFT=150,TOP=24;
+const ROW=15,PAD=6,TOP=24;
+let LEFT=150;
 const names={},order=[],tracks=new Map();
 for(const e of all)if(e.ph==="M"){
  if(e.name==="process_name")names[e.pid]=e.args.name;
@@ -81,6 +82,7 @@ function draw(){
  const ratio=window.devicePixelRatio||1;
  width=canvas.clientWidth;
  if(!width)return;
+ LEFT=Math.round(Math.max(92,Math.min(150,width*0.26)));
  canvas.width=Math.round(width*ratio);canvas.height=Math.round(height*ratio);
  canvas.style.height=height+"px";
  paper.setTransform(ratio,0,0,ratio,0,0);
