@@ -23,6 +23,7 @@ from benchmarks._strikes import Strikes
 from benchmarks._turns import TOOL, TOOL_LIMIT_S, TURN, Shape, lengths, tasks
 
 from belayer import events as ev
+from belayer.checkpoint.predictors import FailureRate
 from belayer.config import Config
 from belayer.engine import GenerationRequest, Sampling, TokenChunk
 from belayer.observe.survivorship import LengthClass
@@ -231,3 +232,14 @@ def test_poisson() -> None:
     assert poisson_p(0, 10.0) == pytest.approx(2 * math.exp(-10.0))
     assert poisson_p(10, 10.0) > 0.5
     assert poisson_p(30, 10.0) < 1e-4
+
+
+def test_a_run_of_a_minute_notices_that_environments_die_every_few_seconds() -> None:
+    rate = FailureRate(3600.0)
+    for _ in range(8):
+        rate.survived(7.5)
+        rate.failed()
+    assert rate.per_s > 1 / 75
+    calm = FailureRate(3600.0)
+    calm.survived(36_000.0)
+    assert calm.per_s < 1e-5

