@@ -110,7 +110,9 @@ def test_a_chain_of_restores(tmp_path):
             assert manager.newest("chain") == kept[-1]
             assert kept[-1].parent == kept[0].id
             roots = [
-                path.name for path in box.root.parent.iterdir() if path.is_dir() and path.name.startswith("chain-")
+                path.name
+                for path in box.place.tree.home.parent.iterdir()
+                if path.is_dir() and path.name.startswith("chain-")
             ]
             assert len([name for name in roots if not name.endswith(".agent")]) <= 2, roots
 
@@ -232,7 +234,7 @@ def test_nothing_is_left_after_close(tmp_path):
             await run(boxes[1], "sleep 600 >/dev/null 2>&1 &")
             pids = [pid for box in boxes[1:3] for pid in box.processes()]
             assert len(pids) >= 3
-            root = boxes[1].root.parent
+            root = boxes[1].place.tree.home.parent
             await manager.discard("restored")
         return root, pids
 

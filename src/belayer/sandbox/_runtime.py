@@ -31,13 +31,21 @@ class Runtime(Protocol):
         ...
 
     async def dump(
-        self, place: Place, *, init_pid: int, images: Path, netns: int, while_frozen: Callable[[], Awaitable[None]]
+        self,
+        place: Place,
+        *,
+        init_pid: int,
+        images: Path,
+        netns: int,
+        while_frozen: Callable[[], Awaitable[None]],
+        repeatable: bool,
     ) -> dict[str, float]:
         """Write process images into the empty folder `images` and let the container run on.
 
-        `while_frozen` is awaited once, when the images are complete and every process is still frozen; if it raises,
-        the dump counts as failed and the exception passes. Returns seconds: `dump_s`, `frozen_s`, `fs_s`. Raises
-        `CheckpointRefused`, and `TimeoutError`: the processes are then in an unknown state.
+        `while_frozen` is awaited when the images are complete and every process is still frozen; if it is `repeatable`,
+        perhaps before that too, with every process frozen. If it raises, the dump counts as failed and the exception
+        passes. Returns seconds: `dump_s`, `frozen_s`, `fs_s`. Raises `CheckpointRefused`, and `TimeoutError`: the
+        processes are then in an unknown state.
         """
         ...
 
@@ -86,7 +94,14 @@ class NativeRuntime:
         return int(output)
 
     async def dump(
-        self, place: Place, *, init_pid: int, images: Path, netns: int, while_frozen: Callable[[], Awaitable[None]]
+        self,
+        place: Place,
+        *,
+        init_pid: int,
+        images: Path,
+        netns: int,
+        while_frozen: Callable[[], Awaitable[None]],
+        repeatable: bool,
     ) -> dict[str, float]:
         return await criu.dump(
             self._keeper(),
@@ -95,6 +110,7 @@ class NativeRuntime:
             netns=netns,
             while_frozen=while_frozen,
             before_images=lambda: refuse_what_would_be_lost(place),
+            repeatable=repeatable,
         )
 
     async def restore(self, place: Place, *, images: Path, slot: Slot) -> int:

@@ -23,8 +23,8 @@ StoreKind = Literal["btrfs", "overlay"]
 class Root:
     """The writable file system of one sandbox generation.
 
-    `path`: where it is seen on the host. `home`: its place in the store; for btrfs the same. `upper`: the folder that
-    holds what the sandbox changed, where there is such a thing.
+    `path`: where it is seen on the host. `home`: its place in the store. `upper`: the folder that holds what the
+    sandbox changed, where there is such a thing.
     """
 
     path: Path
@@ -108,15 +108,17 @@ class BtrfsTrees:
         _btrfs.set_read_only(path)
 
     def root(self, home: Path, work: Path) -> Root:
-        return Root(home, home)
+        # in a folder of its own: the kernel makes subvolumes of one folder one after the other, a transaction for each
+        return Root(home / "root", home)
 
     def make_root(self, source: Path, root: Root, limit: int = 0) -> None:
+        root.home.mkdir(exist_ok=True)
         _btrfs.snapshot(source, root.path)
         if limit:
             _btrfs.limit(root.path, limit)
 
     def remove_root(self, root: Root) -> None:
-        remove_tree(root.path)
+        remove_tree(root.home)
 
     def snapshot(self, root: Root, target: Path) -> None:
         _btrfs.snapshot(root.path, target, read_only=True)

@@ -51,6 +51,7 @@ class Sandbox(FileCalls):
         image: Image,
         attempt: int,
         parent: str | None,
+        baseline: _health.Fingerprint | None = None,
     ) -> None:
         self.name = name
         self.generation = place.generation
@@ -77,7 +78,7 @@ class Sandbox(FileCalls):
         self._shell_turn = asyncio.Lock()
         self._limits = Limits(place)
         self._watched = _health.folders_to_watch(image.path, image.digest)
-        self._baseline = self._fingerprint()
+        self._baseline = baseline or self._fingerprint()  # its system folders as they should be
         self._loop = asyncio.get_running_loop()
         self._ended = False
         self._pidfd = os.pidfd_open(init_pid)

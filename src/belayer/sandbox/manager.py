@@ -196,7 +196,7 @@ class Sandboxes:
                     clock.lap("kill_s")
                     failpoints.hit("restore.place", name)
                     image = images.of_checkpoint(self.store, manifest.image, manifest.image_digest)
-                    async with _warming(place, image):
+                    async with _looked_at(place, image) as look:
                         if manifest.level == "full":
                             pid = await self._runtime.restore(place, images=folder, slot=slot)
                         else:
@@ -204,7 +204,8 @@ class Sandboxes:
                             pid = await self._runtime.create(place, slot)
                     clock.lap("criu_s")
                     failpoints.hit("restore.processes", name)
-                    sandbox = await self._activate(name, place, pid, image, manifest, folder)
+                    baseline = look.result()
+                    sandbox = await self._activate(name, place, pid, image, manifest, folder, baseline)
             except SandboxLost as error:
                 raise RestoreFailed(f"the restored sandbox {name} does not answer: {error.what}") from error
             except FileNotFoundError as error:
@@ -389,6 +390,7 @@ class Sandboxes:
         image: Image,
         manifest: Manifest | None = None,
         images: Path | None = None,
+        baseline: _health.Fingerprint | None = None,
     ) -> Sandbox:
         attempt = manifest.attempt if manifest else 0
         session = Session(place.agent, name, pid)
@@ -405,7 +407,15 @@ class Sandboxes:
                 await load_shell(session, name, await asyncio.to_thread((images / SHELL_FILE).read_bytes))
             parent = manifest.id if manifest else None
             sandbox = Sandbox(
-                self, name, place=place, init_pid=pid, session=session, image=image, attempt=attempt, parent=parent
+                self,
+                name,
+                place=place,
+                init_pid=pid,
+                session=session,
+                image=image,
+                attempt=attempt,
+                parent=parent,
+                baseline=baseline,
             )
         except BaseException:
             session.close()
@@ -481,12 +491,12 @@ def _runtime_of(config: SandboxConfig, label: RunLabel, keeper: Callable[[], Kee
 
 
 @asynccontextmanager
-async def _warming(place: Place, image: Image) -> AsyncIterator[None]:
-    """Meanwhile bring the new root's folders into the kernel's caches: the sandbox's watch looks at them next."""
+async def _looked_at(place: Place, image: Image) -> AsyncIterator[asyncio.Task[_health.Fingerprint]]:
+    """Meanwhile look at the new root's folders: what the sandbox's watch compares with."""
     watched = _health.folders_to_watch(image.path, image.digest)
-    look = asyncio.create_task(asyncio.to_thread(_health.fingerprint, place.root, watched))
+    look = asyncio.create_task(asyncio.to_thread(_health.fingerprint, place.root, watched, place.tree.upper))
     try:
-        yield
+        yield look
     finally:
         await asyncio.wait([look])  # before the root may be removed
 

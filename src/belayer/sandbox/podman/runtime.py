@@ -65,7 +65,14 @@ class PodmanRuntime:
         return _pid(place)
 
     async def dump(
-        self, place: Place, *, init_pid: int, images: Path, netns: int, while_frozen: Callable[[], Awaitable[None]]
+        self,
+        place: Place,
+        *,
+        init_pid: int,
+        images: Path,
+        netns: int,
+        while_frozen: Callable[[], Awaitable[None]],
+        repeatable: bool,
     ) -> dict[str, float]:
         container = _id(place)
         bundle = self._podman.bundle(container)
