@@ -205,11 +205,12 @@ def bench(
         float | None, Parameter(help="overhead, e2e: turns last so much of their published length.")
     ] = None,
     train: Annotated[bool | None, Parameter(negative="", help="e2e: train a model instead of replaying turns.")] = None,
+    kills: Annotated[int | None, Parameter(help="gateway: kills of the worker; default 100, quick 10.")] = None,
 ) -> int:
     """Measure recovery against its baselines, or strike with random faults, in one command.
 
-    NAME is `worker`, `env`, `overhead`, `e2e`, `faults`, `policy` (simulated) or `calibration`. Exits non-zero when a
-    correctness check inside fails; the figures themselves never fail it.
+    NAME is `worker`, `env`, `overhead`, `e2e`, `faults`, `gateway`, `policy` (simulated) or `calibration`. Exits
+    non-zero when a correctness check inside fails; the figures themselves never fail it.
 
     Example: `belayer bench faults --engine --quick`
     """
@@ -228,6 +229,7 @@ def bench(
         turns=turns,
         scale=scale,
         train=train,
+        kills=kills,
     )
 
 
