@@ -64,5 +64,9 @@ def show(result: dict[str, Any], console: Console) -> None:
                 for each in found["survivorship"]
             )
             console.print(f"  {arm} by turns: {classes}")
+        for arm, found in cell["arms"].items():
+            if spent := found.get("seconds"):
+                parts = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in spent.items())
+                console.print(f"  {arm}: seconds of all rollouts, those hidden under turns included: {parts}")
         for arm, curve in cell.get("reward_curve", {}).items():
             console.print(f"  {arm}: mean reward by step: {' '.join(f'{value:.3f}' for value in curve)}")

@@ -124,6 +124,7 @@ def _lived(**changes: Any) -> Lived:
         "tokens_made": 7,
         "tokens_delivered": 7,
         "checkpoints": 1,
+        "seconds": {"restore": 0.1},
         "lost": 0,
         "lengths": [LengthClass(2, 2, rollouts=2, delivered=2)],
         "findings": 0,
