@@ -8,6 +8,7 @@ undisturbed run, its journal is examined by `belayer.verify`, and the host is se
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -22,7 +23,8 @@ from typing import Any
 
 import msgspec
 
-from belayer.config import SandboxConfig
+from belayer.config import Config, SandboxConfig
+from belayer.engine.prebuild import build_image
 from belayer.errors import BelayerError
 from belayer.faults.joint_kinds import ENDS_DRIVER, JointFault, pairs, stream
 from belayer.journal import read_histories
@@ -180,6 +182,7 @@ class Campaign:
         }
 
     def _calm(self, disk: Path, label: RunLabel) -> None:
+        self._prepare(label)
         self._say("the undisturbed run")
         run = disk / "calm"
         code, text = self._session(run, self._config(-1), [], label)
@@ -192,7 +195,14 @@ class Campaign:
             shutil.copytree(run / "journal", "/tmp/e/calm-journal", dirs_exist_ok=True)
         shutil.rmtree(run)
 
+    def _prepare(self, label: RunLabel) -> None:
+        """See to it that drivers start their engine from an image: in seconds, however often they die."""
+        config = Config.model_validate(self._config(0)).engine
+        if config.images and (reason := asyncio.run(build_image(config, label))):
+            self._say(f"engines start without an image: {reason}")
+
     def _round(self, disk: Path, label: RunLabel, store: Store, faults: Iterator[JointFault]) -> None:
+        self._prepare(label)
         number = self.saved.rounds
         run = disk / f"round-{number}"
         config = self._config(number)

@@ -14,7 +14,6 @@ import faulthandler
 import os
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from ._joint_strikes import Log, Strikes
 from ._joint_task import Outcome, digest, solve, tasks
 
 DISK_FULL = 75
-IMAGE_S = 240.0
 _PR_SET_PDEATHSIG = 1
 FILLER = "filler"
 
@@ -65,11 +63,6 @@ async def drive(spec: Spec) -> None:
         log.write("opened", label=run.label.name, pid=os.getpid(), usage=usage())
         with contextlib.suppress(EngineError):
             await engine.wait_standby(config.engine.start_timeout_s)
-        if not spec.faults and config.engine.images:
-            # beside an engine that is left alone an image is made; every later driver starts from it
-            until = time.monotonic() + IMAGE_S
-            while not {"built", "restored", "none"} & set(images) and time.monotonic() < until:
-                await asyncio.sleep(0.1)
         log.write("ready", images=images)
         same: dict[str, Any] = {}
 
