@@ -72,7 +72,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.replayed = self.restores = self.checkpoints = 0
-        self.seconds = dict.fromkeys(("restore", "replay", "checkpoints", "checkpoints_exposed"), 0.0)
+        names = ("restore", "replay", "checkpoints", "checkpoints_exposed")
+        self.seconds: dict[str, float] = {name: 0.0 for name in names}
 
     def __call__(self, event: ev.Event) -> None:
         if event.kind == ev.RECOVERED and event.data["what"] == "sandbox":
