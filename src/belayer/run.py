@@ -7,15 +7,17 @@ import math
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from belayer import events, groups
-from belayer.checkpoint import make_policy
-from belayer.config import Config
+from belayer.checkpoint.live_policy import FILE as POLICY_FILE
+from belayer.checkpoint.live_policy import LivePolicy
+from belayer.checkpoint.policy import Policy
+from belayer.config import Config, ObserveConfig
 from belayer.engine import Engine
 from belayer.errors import (
     BelayerError,
@@ -71,9 +73,11 @@ class Run:
         self.sandboxes: Sandboxes | None = None
         self.tokenizer: Tokenizer | None = None
         self.sink: events.EventSink = events.ignore
+        self.metrics_url: str | None = None
+        self._watchers = ExitStack()
         self.keepers: dict[str, EnvironmentKeeper] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._policy = make_policy(config.policy)
+        self._policy: Policy = LivePolicy(config.policy, directory.path / POLICY_FILE)
         self._breaker = CircuitBreaker(
             # one event on the host may hit every rollout in flight once
             max(config.recovery.breaker, 2 * config.run.max_concurrent)
@@ -131,11 +135,24 @@ class Run:
         run = cls(opened, config, journal, label)
         run.tokenizer, run.sink = tokenizer, sink
         try:
+            run._open_watchers()
             await run._start(weights, policy_version)
         except BaseException:
             await run.close()
             raise
         return run
+
+    def _open_watchers(self) -> None:
+        """Serve the metrics and start the exporters that `observe` asks for; `metrics_url` is where."""
+        if self.config.observe == ObserveConfig():
+            return
+        from belayer.observe.watchers import open_watchers
+
+        def served(url: str) -> None:
+            self.metrics_url = url
+
+        opened = open_watchers(self.config.observe, self.directory.path, served=served)
+        self.sink = events.fan_out(self.sink, *self._watchers.enter_context(opened))
 
     async def _start(self, weights: Iterable[tuple[str, torch.Tensor]] | None, policy_version: int) -> None:
         checkpoints = self.directory.path / "checkpoints"
@@ -184,6 +201,7 @@ class Run:
                 self.journal.close()
                 self.label.close()
                 self.directory.close()
+                await asyncio.to_thread(self._watchers.close)
 
     # -- rollouts ---------------------------------------------------------------------------------
 

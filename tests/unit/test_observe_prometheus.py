@@ -179,10 +179,10 @@ def test_the_page_is_served_on_loopback_and_gone_afterwards(tmp_path: Path) -> N
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "0.seg").write_bytes(b"x" * 1234)
     said: list[str] = []
-    with open_watchers(ObserveConfig(metrics_port=0), tmp_path, say=said.append) as sinks:
+    with open_watchers(ObserveConfig(metrics_port=0), tmp_path, served=said.append) as sinks:
         (sink,) = sinks
         sink(Event(kind=ev.TRAIN_STEP, data={"step": 0, "reward_mean": 0.25, "wall_s": 1.0}))
-        url = said[0].removeprefix("metrics: ")
+        (url,) = said
         assert url.startswith("http://127.0.0.1:")
         request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
         with urllib.request.urlopen(request, timeout=10) as answer:

@@ -155,7 +155,7 @@ def _one_run(config: Config, base: Path, held: RunDirectory, *, title: str, plai
     summary = Summary.from_metrics(metrics_path) if metrics_path.exists() else Summary()
     with ExitStack() as stack:
         try:
-            watchers = stack.enter_context(open_watchers(config.observe, directory, say=console.print))
+            watchers = stack.enter_context(open_watchers(config.observe, directory, served=_say_where))
         except BaseException:
             held.close()
             raise
@@ -182,6 +182,10 @@ def _one_run(config: Config, base: Path, held: RunDirectory, *, title: str, plai
             return summary.result()
 
         return asyncio.run(main())
+
+
+def _say_where(url: str) -> None:
+    console.print(f"metrics: {url}")
 
 
 def _reference(config: Config, base: Path, directory: Path, *, plain: bool) -> RunSummary:

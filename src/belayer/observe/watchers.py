@@ -12,9 +12,9 @@ from belayer.events import EventSink
 
 @contextmanager
 def open_watchers(
-    config: ObserveConfig, run_dir: Path, *, say: Callable[[str], None] = lambda text: None
+    config: ObserveConfig, run_dir: Path, *, served: Callable[[str], None] = lambda url: None
 ) -> Iterator[list[EventSink]]:
-    """Sinks for the events of the run in `run_dir`, closed at the end; `say` is told the address of the metrics.
+    """Sinks for the events of the run in `run_dir`, closed at the end; `served` is told the metrics' address.
 
     Raises `ConfigError` when a package is missing or the port cannot be had.
     """
@@ -25,7 +25,7 @@ def open_watchers(
 
             metrics = RunMetrics(run=run_dir.name, journal=run_dir / "journal")
             server = stack.enter_context(MetricsServer(metrics, host=config.metrics_host, port=config.metrics_port))
-            say(f"metrics: {server.url}")
+            served(server.url)
             sinks.append(metrics)
         if config.exporters:
             from belayer.observe.exporters import open_exporter

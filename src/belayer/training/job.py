@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from belayer import events
-from belayer.config import Config
+from belayer.config import Config, ObserveConfig
 from belayer.engine import Engine
 from belayer.errors import ConfigError
 from belayer.faults import FaultInjector, plan
@@ -131,7 +131,9 @@ async def run_job(
     except BaseException:
         directory.close()
         raise
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
+    # whoever watches was let in by the caller, and sees what comes before and after the run too
+    engine = config.engine.model_copy(update={"model": model})
+    config = config.model_copy(update={"engine": engine, "observe": ObserveConfig()})
     say("starting engine and sandboxes")
     opening = Run.open(
         directory,
