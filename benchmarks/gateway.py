@@ -286,8 +286,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     )
     console.print(
         f"longest silence of a struck stream: median {result['gap_s'] * 1e3:.0f} ms, "
-        f"longest {result['gap_max_s']:.2f} s ({result['struck_streams']} streams); {result['sessions_verified']} rollouts verified, "
-        f"{result['sessions_inconsistent']} inconsistent"
+        f"longest {result['gap_max_s']:.2f} s ({result['struck_streams']} streams); "
+        f"{result['sessions_verified']} rollouts verified, {result['sessions_inconsistent']} inconsistent"
     )
     for sample in result["samples"]:
         console.print(f"  {sample}")
