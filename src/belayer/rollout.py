@@ -271,10 +271,10 @@ class Rollout:
                 self._void(number, restarted.what)
         failpoints.hit("turn.end", self.id)
         wall_s = time.perf_counter() - begun
-        self._environment.bubble_ends(wall_s)
         call = self._history.calls[number]
         self._next = number + 1
         made += len(call.ids) - len(resume)
+        self._environment.bubble_ends(wall_s, made)
         self._emit(events.GENERATE, turn=self._turns, tokens=made, start=started, wall_s=wall_s)
         return call
 

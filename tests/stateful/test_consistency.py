@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 
 from belayer import events
 from belayer.checkpoint.policy import Always, EveryN, Never
+from belayer.checkpoint.turns import TurnState
 from belayer.config import Config, RecoveryConfig, RunConfig
 from belayer.engine import TokenChunk
 from belayer.errors import (
+    CheckpointAbandoned,
     CheckpointDamaged,
     CheckpointRefused,
     ConfigError,
@@ -135,7 +137,16 @@ class ModelSandbox:
     def accept(self):
         self.accepted = True
 
-    async def checkpoint(self, *, action, context_hash, rollout, attempt):
+    def resident_bytes(self):
+        return 1 << 20
+
+    async def changed_since(self, checkpoint_id):
+        return "" if self.owner.world.images.get((self.name, checkpoint_id)) == self.log else "commands ran"
+
+    async def checkpoint(self, *, action, context_hash, rollout, attempt, turn):
+        if not turn.open:
+            raise CheckpointAbandoned("given up")
+        turn.state = TurnState.BEGUN
         self.dumping = True
         try:
             await asyncio.sleep(0)

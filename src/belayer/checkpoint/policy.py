@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from belayer.checkpoint.predictors import Cost, DiskSpeed, FailureRate, LogNormal, Mean, expected_exposed
+from belayer.checkpoint.predictors import Contention, Cost, DiskSpeed, FailureRate, LogNormal, Mean, expected_exposed
 from belayer.config import PolicyConfig
 
 
@@ -28,6 +28,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0  # checkpoints being taken on this host right now
     others: float = 0.0  # how many others use the disk, on average
     remaining_s: float = math.inf  # until the rollout is expected to end
+    bubble_over: bool = False  # the reply is here: all that a checkpoint takes now, the agent waits for
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -38,9 +39,19 @@ class Decision(msgspec.Struct, frozen=True):
 class Policy(Protocol):
     """Decides, and is told afterwards how long things really took."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def contention(self) -> Contention:
+        """Learns what dumps cost others; it is told by whoever dumps."""
+        ...
 
     def decide(self, situation: Situation) -> Decision: ...
+
+    def begin_by(self, nbytes: float) -> float:
+        """How many seconds of a bubble may pass before a checkpoint must begin, to fit in with some certainty."""
+        ...
 
     def bubble(self, seconds: float) -> None: ...
 
@@ -57,6 +68,12 @@ class Policy(Protocol):
 
 class _Deaf:
     """For policies that do not learn."""
+
+    def __init__(self) -> None:
+        self.contention = Contention()
+
+    def begin_by(self, nbytes: float) -> float:
+        return 0.0
 
     def bubble(self, seconds: float) -> None:
         pass
@@ -92,6 +109,7 @@ class Always(_Deaf):
 
 class EveryN(_Deaf):
     def __init__(self, n: int) -> None:
+        super().__init__()
         self.name = f"every-{n}"
         self._n = n
 
@@ -100,15 +118,29 @@ class EveryN(_Deaf):
         return Decision(due, f"{situation.actions_since} of {self._n} actions since the newest checkpoint")
 
 
+class Learned:
+    """What is known of bubbles, actions, costs, the disk, failures and contention. Policies can share it."""
+
+    def __init__(self, prior_s: float = 3600.0) -> None:
+        self.bubble = LogNormal(1.0, 1.0)
+        self.action = Mean(0.3)
+        self.cost = Cost(0.08)
+        self.disk = DiskSpeed()
+        self.failures = FailureRate(prior_s)
+        self.contention = Contention()
+
+
 class _Learning:
     """What the policies that learn all know: bubbles, actions, costs and failures."""
 
-    def __init__(self, *, prior_s: float = 3600.0) -> None:
-        self._bubble = LogNormal(1.0, 1.0)
-        self._action = Mean(0.3)
-        self._cost = Cost(0.08)
-        self._disk = DiskSpeed()
-        self._failures = FailureRate(prior_s)
+    def __init__(self, *, prior_s: float = 3600.0, learned: Learned | None = None) -> None:
+        """`learned`: what another policy knows already, and goes on learning."""
+        self._learned = mine = learned or Learned(prior_s)
+        self._bubble, self._action, self._cost = mine.bubble, mine.action, mine.cost
+        self._disk, self._failures, self.contention = mine.disk, mine.failures, mine.contention
+
+    def begin_by(self, nbytes: float) -> float:
+        return max(0.0, self._bubble.quantile(-0.674) - 1.5 * self._cost.seconds(nbytes))
 
     def bubble(self, seconds: float) -> None:
         self._bubble.add(seconds)
@@ -158,7 +190,7 @@ class Paper(_Learning):
             return _NOTHING_NEW
         cost = self._cost.seconds(situation.nbytes)
         p = -math.expm1(-self._failures.per_s * self._turn_s)
-        q = self._bubble.fits(cost)
+        q = 0.0 if situation.bubble_over else self._bubble.fits(cost)
         saved, price = p * situation.redo_s, (1 - q) * cost
         return Decision(saved >= price, f"p·C {saved * 1e3:.2f} ms, (1-q)·c {price * 1e3:.2f} ms")
 
@@ -172,24 +204,26 @@ class Adaptive(_Learning):
     risk and g the loss a second under the best spacing, √(2λρ·O). O is that of a cheap moment among the recent ones,
     since a dear moment can be let pass. Never more than λ·R for the time that remains of the rollout.
 
-    `contention_s` is the price of one more dump while others run, where the bytes are not known.
+    `contention_s` is the price of one more dump while others run, until it is known what it really costs others.
     """
 
     name = "adaptive"
 
-    def __init__(self, *, prior_s: float = 3600.0, contention_s: float = 0.05) -> None:
-        super().__init__(prior_s=prior_s)
-        self._contention_s = contention_s
+    def __init__(self, *, prior_s: float = 3600.0, contention_s: float = 0.05, learned: Learned | None = None) -> None:
+        super().__init__(prior_s=prior_s, learned=learned)
+        self.contention.prior_s = contention_s
         self._prices: deque[float] = deque(maxlen=100)
 
     def decide(self, situation: Situation) -> Decision:
         if situation.actions_since == 0:
             return _NOTHING_NEW
         cost = self._cost.seconds(situation.nbytes)
-        exposed = expected_exposed(cost, self._bubble)
-        delay = self._disk.seconds(situation.nbytes) * situation.others + self._contention_s * situation.running
+        exposed = cost if situation.bubble_over else expected_exposed(cost, self._bubble)
+        delay = self._disk.seconds(situation.nbytes) * situation.others
+        delay += self.contention.delay_s(cost, situation.running)
         price = exposed + delay
-        self._prices.append(price)
+        if not situation.bubble_over or not self._prices:  # then it is a dear moment that nobody chose
+            self._prices.append(price)
         rate = self._failures.per_s
         saved = self._saved(max(0.0, situation.redo_s - situation.restore_s), rate, situation.remaining_s)
         take = price <= saved
@@ -215,8 +249,8 @@ class Adaptive(_Learning):
 _NOTHING_NEW = Decision(False, "no action since the newest checkpoint")
 
 
-def make_policy(config: PolicyConfig) -> Policy:
-    """The policy that `config.name` names."""
+def make_policy(config: PolicyConfig, learned: Learned | None = None) -> Policy:
+    """The policy that `config.name` names; `learned`: what it knows already."""
     match config.name:
         case "never":
             return Never()
@@ -225,8 +259,8 @@ def make_policy(config: PolicyConfig) -> Policy:
         case "every-n":
             return EveryN(config.every)
         case "young-daly":
-            return YoungDaly()
+            return YoungDaly(learned=learned)
         case "paper":
-            return Paper()
+            return Paper(learned=learned)
         case "adaptive":
-            return Adaptive()
+            return Adaptive(learned=learned)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 
 
 class LogNormal:
@@ -141,3 +143,79 @@ class DiskSpeed:
     def seconds(self, nbytes: float) -> float:
         """For so many bytes."""
         return nbytes * (self._first if math.isinf(self._s_per_byte) else self._s_per_byte)
+
+
+class Contention:
+    """How much slower everybody else gets while a checkpoint is dumped: learned from the model's turns of this run.
+
+    Of each turn it is told how many seconds and tokens it had, and knows how many dumps ran meanwhile on average. The
+    logarithm of the time per token is regressed on that number, with a pull to zero that `RIDGE` weighs and a memory
+    of some hundreds of turns. Until the dumps seen tell anything, another one costs `prior_s` for each that runs.
+    """
+
+    RIDGE = 1.0
+
+    def __init__(
+        self, prior_s: float = 0.05, *, half_life: float = 200.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.prior_s = prior_s
+        self._decay = 0.5 ** (1.0 / half_life)
+        self._clock = clock
+        self._running = 0
+        self._seconds = 0.0  # of all dumps, each counted for itself
+        self._at = clock()
+        self._turns: dict[str, tuple[float, float]] = {}
+        self._w = self._x = self._y = self._xx = self._xy = 0.0
+
+    def dump_begins(self) -> None:
+        self._pass()
+        self._running += 1
+
+    def dump_ends(self) -> None:
+        self._pass()
+        self._running -= 1
+
+    def turn_begins(self, who: str) -> None:
+        self._pass()
+        self._turns[who] = (self._at, self._seconds)
+
+    def turn_ends(self, who: str, tokens: int = 0) -> None:
+        """Of `tokens` tokens; 0: nothing can be learned from it."""
+        begun = self._turns.pop(who, None)
+        self._pass()
+        if begun is None or tokens <= 0 or self._at <= begun[0]:
+            return
+        seconds = self._at - begun[0]
+        x, y = (self._seconds - begun[1]) / seconds, math.log(seconds / tokens)
+        for name, value in (("_w", 1.0), ("_x", x), ("_y", y), ("_xx", x * x), ("_xy", x * y)):
+            setattr(self, name, getattr(self, name) * self._decay + value)
+
+    @property
+    def slowdown(self) -> float:
+        """By which share everybody is slower while one dump runs; 0 until something was seen."""
+        return max(0.0, math.expm1(min(self._slope(), 3.0)))
+
+    @property
+    def certainty(self) -> float:
+        """From 0 (nothing was seen) to 1."""
+        spread = self._spread()
+        return spread / (spread + self.RIDGE)
+
+    def delay_s(self, cost_s: float, running: int) -> float:
+        """What others lose by a dump of `cost_s` seconds, while `running` dumps are under way, in seconds of all."""
+        others = max(0, len(self._turns) - 1)
+        known = self.certainty
+        return known * self.slowdown * cost_s * others + (1.0 - known) * self.prior_s * running
+
+    def _spread(self) -> float:
+        return max(0.0, self._xx - self._x**2 / self._w) if self._w else 0.0
+
+    def _slope(self) -> float:
+        if not self._w:
+            return 0.0
+        return (self._xy - self._x * self._y / self._w) / (self._spread() + self.RIDGE)
+
+    def _pass(self) -> None:
+        now = self._clock()
+        self._seconds += self._running * (now - self._at)
+        self._at = now

@@ -52,7 +52,8 @@ class Turn:
     def __init__(self) -> None:
         self.state = TurnState.WAITING
         self.waited_s = 0.0
-        self.changed: Callable[[], None] = lambda: None  # set by the order in which it stands
+        self.changed: Callable[[], object] = lambda: None  # set by the order in which it stands
+        self.began: Callable[[], object] = lambda: None  # called when it begins
 
     @property
     def open(self) -> bool:
@@ -143,6 +144,7 @@ class Turns:
             if future.done():
                 self._locks.release(slot)
             else:
+                turn.began()
                 future.set_result(slot)
         self._locks.nobody_is_urgent()
 

@@ -439,6 +439,7 @@ class EnvironmentKeeper:
 
     def bubble_begins(self) -> None:
         """The model's turn begins and the environment is idle: checkpoint it now, if that pays."""
+        self._policy.contention.turn_begins(self.name)
         if self.state is EnvironmentState.READY and not self._behind:
             assert self.sandbox is not None
             self._checkpoint.begin(self.sandbox, restore_s=self._restore_s)
@@ -454,14 +455,18 @@ class EnvironmentKeeper:
         await self._checkpoint.settle()
         return len(self._history.checkpoints) > before
 
-    def bubble_ends(self, seconds: float) -> None:
+    def bubble_ends(self, seconds: float, tokens: int = 0) -> None:
+        """The reply is here, after so many seconds and with so many new tokens (0: not known)."""
+        self._policy.contention.turn_ends(self.name, tokens)
         self._policy.bubble(seconds)
+        self._checkpoint.bubble_over()
 
     # -- end --------------------------------------------------------------------------------------
 
     async def close(self, *, keep_checkpoints: bool) -> None:
         """Discard the sandbox, and its checkpoints unless a later session will want them."""
         self.state = EnvironmentState.CLOSED
+        self._policy.contention.turn_ends(self.name)
         await self._checkpoint.cancel()
         if self._recovery is not None and not self._recovery.done():
             self._recovery.cancel()
