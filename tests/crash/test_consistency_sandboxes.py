@@ -33,7 +33,7 @@ KILLED = (
     "checkpoint.begin", "checkpoint.frozen", "checkpoint.publish.captured", "checkpoint.journal.before",
     "checkpoint.journal.after",
 )  # fmt: skip
-AGAIN = ("restore.begin", "replay.begin", "replay.action", "replay.end", "restore.journalled")  # struck while recovering
+AGAIN = ("restore.begin", "replay.begin", "replay.action", "replay.end", "restore.journalled")  # while it recovers
 DAMAGED = ("action.intended", "action.performed", "checkpoint.begin")
 SPOILT = ("checkpoint.journal.after",)  # the newest checkpoint is damaged, and then wanted
 FICKLE = ("turn.tokens", "action.completed")  # of rollouts whose observations no replay reproduces
