@@ -269,10 +269,12 @@ class Campaign:
         told.write_bytes(msgspec.json.encode(spec))
         output = _beside(run, ".out")
         here = Path(__file__).resolve().parent
-        env = os.environ | label.env | {"PYTHONPATH": os.pathsep.join([str(here.parent), *_python_path()])}
+        # by the path and not by PYTHONPATH: that is a part of what an engine's image is good for
+        program = f"import sys; sys.path.insert(0, {str(here.parent)!r}); from {here.name}._joint_driver import main"
         with open(output, "ab") as out:
             start = out.tell()
-            command = [sys.executable, "-m", f"{here.name}._joint_driver", str(told)]
+            command = [sys.executable, "-c", f"{program}; sys.exit(main())", str(told)]
+            env = os.environ | label.env
             self._driver = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
         code = self._watch(self._driver, run, log)
         self._driver = None
@@ -492,10 +494,6 @@ def durable(number: int) -> bool:
 def _beside(run: Path, suffix: str) -> Path:
     """A file about a round that a full disk does not concern."""
     return run.parent.with_name(LOGS) / f"{run.name}{suffix}"
-
-
-def _python_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def _size(path: Path) -> int:

@@ -1,6 +1,6 @@
 """One driver of the joint campaign: opens a run, rolls out, hands over, and is struck.
 
-Started as `python -m benchmarks._joint_driver SPEC`. It ends with 0 when every rollout is acknowledged, with 75 when
+Its argument is a file with a `Spec`. It ends with 0 when every rollout is acknowledged, with 75 when
 the disk was full, and else not by itself or with a traceback. The campaign starts another one on the same run directory
 until one ends with 0.
 """

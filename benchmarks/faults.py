@@ -153,7 +153,7 @@ def _joint(quick: bool, faults: int, seed: int, resume: bool) -> dict[str, Any]:
         rollouts=JOINT_ROLLOUTS[quick],
         seed=seed,
         quick=quick,
-        state=Path("build") / f"bench-faults-joint-{seed}{'-quick' if quick else ''}.state.json",
+        state=Path("build").absolute() / f"bench-faults-joint-{seed}{'-quick' if quick else ''}.state.json",
         say=_console.print,
     )
     if resume:
