@@ -74,6 +74,7 @@ def _body(reader: RunReader, status: RunStatus) -> RenderableType:
     now = time.time()
     if not status.driver_alive or live.ended is not None:
         live.worker = live.shadow = live.owner = "ended"
+        live.step_walls.clear()  # no time to go
     if not status.driver_alive and live.ended is None:
         now -= status.last_event_age_s  # the clock stopped with the driver
     unicode = console.encoding.lower().startswith("utf")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from belayer.config import ObserveConfig
 from belayer.events import EventSink
+
+if TYPE_CHECKING:
+    from belayer.config import ObserveConfig
 
 
 @contextmanager
