@@ -159,7 +159,7 @@ class BubbleCheckpoint:
             pending.turn.promote()
             pending.why += f"; promoted: {said}"
         else:
-            pending.given_up = f"abandoned: {said}"
+            pending.given_up = f"abandoned: {said}; before: {pending.why}"
             pending.turn.abandon()
 
     async def settle(self) -> None:
