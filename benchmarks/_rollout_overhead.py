@@ -115,18 +115,20 @@ class Timed:
         self.records += 1
 
 
-def rollout_overhead(turns: str, models: dict[str, Model], quick: bool, scale: float | None) -> dict[str, Any]:
+def rollout_overhead(
+    turns: str, models: dict[str, Model], quick: bool, *, scale: float | None, policy: str
+) -> dict[str, Any]:
     """One cell; `turns` is "waits" or "inference"."""
     shape = SHAPES[quick]
     if scale is not None:
         shape = msgspec.structs.replace(shape, scale=scale)
-    return asyncio.run(_measure(turns, models["tiny"], shape, quick))
+    return asyncio.run(_measure(turns, models["tiny"], shape, quick, policy))
 
 
-async def _measure(turns: str, model: Model, shape: Shape, quick: bool) -> dict[str, Any]:
+async def _measure(turns: str, model: Model, shape: Shape, quick: bool, policy: str) -> dict[str, Any]:
     seen, calibration = Seen(), Calibration()
     with tempfile.TemporaryDirectory(prefix="belayer-bench-") as name:
-        config = run_config(model, shape)
+        config = run_config(model, shape, policy)
         kind = PacedRun if turns == "waits" else Run
         async with await kind.open(Path(name) / "run", config, sink=ev.fan_out(seen, calibration)) as run:
             assert run.engine is not None
@@ -192,7 +194,7 @@ async def _pairs(
     return {
         "workload": (
             f"rollouts, turns by {turns}, scale {shape.scale:g}: {shape.rollouts} x {shape.turns[0]} turns, "
-            f"{shape.slots} at a time"
+            f"{shape.slots} at a time, policy {run.config.policy.name}"
         ),
         "turns": turns,
         "scale": shape.scale,

@@ -19,14 +19,20 @@ from .worker import workloads
 Turns = Literal["waits", "inference"]
 
 
-def bench(quick: bool, engine: bool = False, turns: Turns | None = None, scale: float | None = None) -> dict[str, Any]:
+def bench(
+    quick: bool,
+    engine: bool = False,
+    turns: Turns | None = None,
+    scale: float | None = None,
+    policy: str = "adaptive",
+) -> dict[str, Any]:
     """Run it; the result is in the form of every bench."""
     models = workloads().models
     if engine:
         cells = overhead(models, quick)
     else:
         kinds: tuple[Turns, ...] = (turns,) if turns else ("waits", "inference")
-        cells = [rollout_overhead(kind, models, quick, scale) for kind in kinds]
+        cells = [rollout_overhead(kind, models, quick, scale=scale, policy=policy) for kind in kinds]
     return {"ok": not any(value for cell in cells for value in cell["checks"].values()), "cells": cells}
 
 

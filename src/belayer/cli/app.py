@@ -118,7 +118,7 @@ def serve(
     name: Annotated[
         list[str] | None, Parameter(negative="", help="What clients call the model; default: its folder's name.")
     ] = None,
-    tokenizer: Annotated[Path | None, Parameter(help="A folder with a tokenizer; default: the model folder.")] = None,
+    tokenizer: Annotated[Path | None, Parameter(help="With --upstream: a folder with the model's tokenizer.")] = None,
     max_model_len: Annotated[int | None, Parameter(help="Instead of engine.max_model_len.")] = None,
     dtype: Annotated[str | None, Parameter(help="Instead of engine.dtype.")] = None,
     seed: Annotated[int | None, Parameter(help="Instead of run.seed: decides the seeds of sessions.")] = None,
@@ -204,6 +204,10 @@ def bench(
     scale: Annotated[
         float | None, Parameter(help="overhead, e2e: turns last so much of their published length.")
     ] = None,
+    policy: Annotated[
+        Literal["adaptive", "always", "never", "every-n", "young-daly", "paper"] | None,
+        Parameter(help="overhead: who decides about checkpoints; default adaptive."),
+    ] = None,
     train: Annotated[bool | None, Parameter(negative="", help="e2e: train a model instead of replaying turns.")] = None,
     kills: Annotated[int | None, Parameter(help="gateway: kills of the worker; default 100, quick 10.")] = None,
 ) -> int:
@@ -228,6 +232,7 @@ def bench(
         run=run,
         turns=turns,
         scale=scale,
+        policy=policy,
         train=train,
         kills=kills,
     )
