@@ -222,4 +222,10 @@ async def stream(url: str, path: str, body: dict[str, Any], **kwargs: Any) -> As
 
 def tokens_of(events: list[Any]) -> list[int]:
     """The token ids of a completion's events."""
-    return [token for event in events if isinstance(event, dict) for c in event["choices"] for token in c["token_ids"]]
+    return [
+        token
+        for event in events
+        if isinstance(event, dict)
+        for c in event.get("choices", ())
+        for token in c["token_ids"]
+    ]

@@ -532,3 +532,27 @@ def test_another_server_goes_on_where_one_was_killed(served: Served, http: httpx
     for prefix in ("", "sglang+"):
         with relay(served.url) as (one, first), relay(served.url) as (two, second):
             asyncio.run(main(one, two, {one: first, two: second}, prefix))
+
+
+# -- the end: no test may follow, for the engine is gone ---------------------------------------------------------------
+def test_an_engine_that_is_gone_is_never_a_good_answer(served: Served, http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
+
+    async def main() -> list[Any]:
+        events: list[Any] = []
+        async for event in stream(served.url, "/sessions/cut/v1/completions", body):
+            events.append(event)
+            if len(tokens_of(events[:1])) and len(events) == 1:
+                await asyncio.to_thread(served.call, served.upstream.close())
+            if isinstance(event, dict) and "error" in event:
+                break
+        return events
+
+    events = asyncio.run(main())
+    assert "error" in events[-1] and "[DONE]" not in events, "a stream that was cut off must not look complete"
+    turn = http.get("/sessions/cut").json()["trajectories"][0]["turns"][0]
+    assert turn["finish_reason"] is None and turn["completion_tokens"] >= len(tokens_of(events[:1]))
+    for method, path in (("GET", "/health"), ("POST", "/v1/completions"), ("POST", "/sessions/cut/v1/completions")):
+        gone = http.request(method, path, json=body)
+        assert gone.status_code == 503 and int(gone.headers["retry-after"]) >= 1, gone.text
+        assert "closed" in gone.json()["error"]["message"]

@@ -51,6 +51,11 @@ async def serve(
     with: its sessions are there again. Raises `ConfigError` and other `BelayerError`s before it listens.
     """
     settings.check()
+    if tokenizer is not None and not upstreams:
+        raise ConfigError(
+            "a tokenizer of its own is for --upstream: the engine looks for stop strings with its model folder's",
+            next_step="put tokenizer.json into the model folder",
+        )
     stop = asyncio.Event()
     now = asyncio.Event()
     async with AsyncExitStack() as stack:
@@ -58,7 +63,6 @@ async def serve(
         listener = stack.enter_context(_bound(settings))
         opened = _open(config, directory, upstreams)
         stack.callback(opened.close)
-        await asyncio.to_thread(reap)
         journal = Journal(opened.path / "journal", durability=config.run.durability)
         stack.callback(journal.close)
         metrics = RunMetrics(run=opened.path.name, journal=opened.path / "journal")
@@ -178,6 +182,7 @@ async def _upstream(
         made: Upstream = await ExternalServers.start(upstreams, tokenizer, settings.recover_s, sink=sink)
     else:
         try:
+            await asyncio.to_thread(reap)
             label = stack.enter_context(RunLabel.new(str(run)))
         except PermissionError as error:
             raise SandboxUnavailable(f"the engine needs root: {error}", next_step="run as root, or with sudo") from None

@@ -30,7 +30,7 @@ class Text:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.why_not = "no tokenizer folder was given (--tokenizer)"
+        self.why_not = "none was given (--tokenizer FOLDER)"
         self._tokenizer: Any = None
         if folder is not None:
             try:

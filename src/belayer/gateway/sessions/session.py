@@ -261,8 +261,6 @@ class Session:
             if branch.history.finished and not branch.history.acknowledged:
                 self._record(branch, r.Acknowledged)
         self.fail(DELETED, "its client deleted the session before it was finished")
-        if self.state != "deleted":  # it had failed as a whole, and a client has seen that
-            return
         self.forget()
 
     def forget(self) -> None:

@@ -128,6 +128,12 @@ class ExternalServers:
                 self._events(ev.Event(kind=ev.FAULT_DETECTED, subject=server.url, data=data))
                 if len(completion.made) > before:
                     deadline = loop.time() + self._recover_s
+                elif loop.time() > deadline:
+                    raise EngineUnavailable(
+                        f"no server got further for {self._recover_s:g} s; the last, {server.url}: {interrupted}",
+                        kept=f"{before} tokens of this completion",
+                        next_step="look at the servers; in a session the retry goes on from there",
+                    ) from None
 
     async def _ask(self, server: Server, request: GenerationRequest, completion: _Completion) -> str | None:
         stream = server.complete(request, completion.made)
