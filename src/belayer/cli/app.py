@@ -357,6 +357,27 @@ def verify(
     return verify_command(run, replay=replay, seed=seed, as_json=json)
 
 
+@app.command
+def policy(
+    run: Annotated[Path, Parameter(help="A run's folder, e.g. runs/shell_grpo; it may be alive.")],
+    name: Annotated[str | None, Parameter(help="adaptive, always, never, every-n, young-daly or paper.")] = None,
+    /,
+    *,
+    every: Annotated[int | None, Parameter(help="For every-n: actions between checkpoints.")] = None,
+    reset: Annotated[bool, Parameter(negative="", help="Back to the policy of the run's configuration.")] = False,
+) -> int:
+    """Show which checkpoint policy decides in a run, or let another one decide from now on.
+
+    A living run follows at its next decision, with all that it has learned, and journals the change; `belayer show`
+    prints it with every decision's reason.
+
+    Example: `belayer policy runs/shell_grpo every-n --every 4`
+    """
+    from belayer.cli.policy import policy_command
+
+    return policy_command(run, name, every=every, reset=reset)
+
+
 checkpoint = App(name="checkpoint", help="List a run's sandbox checkpoints, export one to a file, import one.")
 app.command(checkpoint)
 
