@@ -32,7 +32,7 @@ from belayer.run import Run
 from belayer.sandbox import Sandbox, _cgroup
 from belayer.sandbox._place import safe_name
 
-AT_ONCE = 10  # sandbox faults armed side by side, each at another failpoint
+AT_ONCE = 16  # sandbox faults armed side by side, each at another failpoint
 ENGINE_AT_ONCE = 4  # the same for the engine, but only one strikes at a time
 ENDS_AT_ONCE = 3
 PATIENCE_S = 12.0  # for a failpoint to be passed
@@ -40,7 +40,7 @@ ENGINE_BACK_S = 90.0
 STRIKES_PER_ROLLOUT = 8
 STRIKES_PER_ACTION = 2  # the third death during one action sets a rollout aside, as it should
 DECLINED = 200
-DRIVER_AFTER_S = 12.0  # a driver lives at least so long before it is struck
+DRIVER_AFTER_S = 30.0  # a driver lives at least so long before it is struck
 UPDATE_EVERY_S = 0.7
 
 
