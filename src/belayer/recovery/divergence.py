@@ -44,7 +44,7 @@ def one_line(kind: str, asked: str) -> str:
     """A call in a few words."""
     if kind == "action":
         try:
-            return describe(action_of(asked))
+            return describe(action_of(asked)).replace("\n", " ↵ ")
         except msgspec.MsgspecError:  # of a version with other actions
             return f"action {asked}"
     return asked if kind == "end" or asked.startswith(kind) else f"{kind} {asked}".rstrip()
