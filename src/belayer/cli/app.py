@@ -189,7 +189,7 @@ def bench(
         bool | None, Parameter(negative="", help="faults: strike the rollout engine. overhead: measure it alone.")
     ] = None,
     sandbox: Annotated[bool | None, Parameter(negative="", help="faults: kill and restore sandboxes.")] = None,
-    faults: Annotated[int | None, Parameter(help="faults: how many; default 2,000 (engine: 1,000, sandbox: 500).")] = None,
+    faults: Annotated[int | None, Parameter(help="faults: how many; 2,000 (engine 1,000, sandbox 500).")] = None,
     seed: Annotated[int | None, Parameter(help="faults: which ones, and when; default 0.")] = None,
     resume: Annotated[
         bool | None, Parameter(negative="", help="faults: go on with a campaign that was stopped.")
