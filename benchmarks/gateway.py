@@ -102,7 +102,7 @@ async def _bench(quick: bool, kills: int, seed: int) -> dict[str, Any]:
         latency = await campaign.latency(PAIRS[quick])
         await campaign.strike(kills)
         gateway.upstream.check()
-    verdict = verify_run(run)
+        verdict = verify_run(run)
     counts = campaign.counts
     result: dict[str, Any] = {
         "cells": latency,
@@ -118,7 +118,8 @@ async def _bench(quick: bool, kills: int, seed: int) -> dict[str, Any]:
         "samples": campaign.samples,
         **{name: counts[name] for name in WRONG},
     }
-    result["ok"] = counts["kills"] == kills and verdict.consistent and not any(counts[name] for name in WRONG)
+    verified = verdict.consistent and verdict.rollouts > 0
+    result["ok"] = counts["kills"] == kills and verified and not any(counts[name] for name in WRONG)
     return result
 
 
