@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from belayer.engine.images import _protobuf as pb
+from belayer import protobuf as pb
 from belayer.engine.images import canary, key, restore, store, thin
 from belayer.engine.memory.host import Region
 from belayer.engine.request import Sampling

@@ -12,9 +12,9 @@ Reference: images/fdinfo.proto, images/timerfd.proto and images/fsnotify.proto o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
+from belayer import protobuf as pb
 from belayer.errors import CheckpointRefused
 
 _TIMERFD, _INOTIFY = 12, 13  # fields of a file entry
@@ -27,57 +27,36 @@ def mend_files(images: Path) -> None:
     path = images / "files.img"
     if not path.exists():
         return
+    try:
+        _mend(path)
+    except ValueError as error:
+        raise CheckpointRefused(f"CRIU's list of open files cannot be read: {error}") from error
+
+
+def _mend(path: Path) -> None:
     data = path.read_bytes()
-    at, places = 8, []  # behind two magic numbers
-    while at + 4 <= len(data):
-        size = int.from_bytes(data[at : at + 4], "little")
-        for field, start, value in _fields(data, at + 4, at + 4 + size):
+    late = []
+    for start, end in pb.entries(data):
+        for field, _, inner, size in pb.places(data, start, end):
             if field == _TIMERFD:
-                timer = {number: (place, content) for number, place, content in _fields(data, start, start + value)}
+                timer = {number: (place, value) for number, _, place, value in pb.places(data, inner, inner + size)}
                 left = [timer.get(number, (0, 0)) for number in (_SECONDS, _NANOSECONDS)]
                 every = [timer.get(number, (0, 0))[1] for number in (_EVERY_SECONDS, _EVERY_NANOSECONDS)]
                 if left[0][1] == 0 == left[1][1] and any(every) and timer.get(_TICKS, (0, 0))[1] and left[1][0]:
-                    places.append(left[1][0])
+                    late.append(left[1][0])
             elif field == _INOTIFY:
-                for number, inner, length in _fields(data, start, start + value):
-                    if number == _WATCH and not _has_path(data, inner, inner + length):
+                for number, _, watch, length in pb.places(data, inner, inner + size):
+                    if number == _WATCH and not _has_path(data, watch, watch + length):
                         raise CheckpointRefused("CRIU finds no path for a file that is watched by inotify")
-        at += 4 + size
-    if places:
+    if late:
         with open(path, "r+b") as file:
-            for place in places:
+            for place in late:
                 file.seek(place)
                 file.write(b"\1")
 
 
 def _has_path(data: bytes, start: int, end: int) -> bool:
-    for number, inner, length in _fields(data, start, end):
+    for number, _, inner, length in pb.places(data, start, end):
         if number == _HANDLE:
-            return any(field == _PATH and size for field, _, size in _fields(data, inner, inner + length))
+            return any(field == _PATH and size for field, _, _, size in pb.places(data, inner, inner + length))
     return False
-
-
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(number, where its value begins, value) of a message's fields; of a nested message its length."""
-    while at < end:
-        key, at = _number(data, at)
-        start = at
-        if key & 7 == 0:
-            value, at = _number(data, at)
-        elif key & 7 == 2:
-            value, start = _number(data, at)
-            at = start + value
-        else:
-            value, at = 0, at + {1: 8, 5: 4}[key & 7]
-        yield key >> 3, start, value
-
-
-def _number(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, at

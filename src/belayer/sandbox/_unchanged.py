@@ -17,15 +17,14 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from belayer import protobuf as pb
 from belayer.checkpoint.manifest import Manifest
 from belayer.sandbox import _btrfs
-from belayer.sandbox.criu import decode
 
 if TYPE_CHECKING:
     from belayer.sandbox.container import Sandbox
@@ -78,7 +77,7 @@ def still_life(
             if why := _may_move(pid, is_init=pid == init):
                 return f"{what} {why}"
         return StillLife(checkpoint, commands, init, _look(others[0]), _btrfs.identity(root))
-    except (OSError, ValueError, IndexError, struct.error) as error:
+    except (OSError, ValueError, IndexError) as error:
         return f"not known: {error}"
 
 
@@ -129,16 +128,15 @@ def changed(still: StillLife, pids: list[int], *, root: Path, commands: int) -> 
 def timers(images: Path) -> bool:
     """Does any process of this dump have an interval or POSIX timer that is armed? Raises `OSError`, `ValueError`."""
     for path in _processes(images):
-        data = path.read_bytes()
-        size = struct.unpack_from("<I", data, 8)[0]  # behind two magic numbers
-        task = decode(data[12 : 12 + size]).get(_TASK)
+        _, found = pb.read_image(path)
+        task = pb.fields(found[0]).get(_TASK)
         if not isinstance(task, bytes):
             continue  # a thread that is not the first of its process
-        found = decode(task).get(_TIMERS)
-        if not isinstance(found, bytes):
+        of = pb.fields(task).get(_TIMERS)
+        if not isinstance(of, bytes):
             raise ValueError(f"{path.name} does not speak of timers")
-        each = decode(found)
-        if _POSIX in each or any(any(decode(part).values()) for part in each.values() if isinstance(part, bytes)):
+        each = pb.fields(of)
+        if _POSIX in each or any(any(pb.fields(part).values()) for part in each.values() if isinstance(part, bytes)):
             return True
     return False
 

@@ -2,8 +2,7 @@
 
 RPC (`criu swrk`) for one reason: CRIU then asks before it lets the processes go on. In a dump the file-system snapshot
 is taken exactly there; in a restore the container's surroundings are closed before its first process is awake. With the
-command line's `--leave-stopped` every process would see a SIGSTOP and a SIGCONT that nobody sent. The messages are few,
-so they are encoded here instead of pulling in a protobuf library.
+command line's `--leave-stopped` every process would see a SIGSTOP and a SIGCONT that nobody sent.
 Reference: images/rpc.proto and Documentation/criu.txt of CRIU 4.2.1.
 """
 
@@ -14,7 +13,6 @@ import os
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +20,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from belayer import protobuf as pb
 from belayer.errors import CheckpointRefused, RestoreFailed, SandboxUnavailable
 from belayer.ownership import cache_dir
 from belayer.sandbox._keeper import Keeper
@@ -212,14 +211,14 @@ async def _ask(
                 await loop.sock_sendall(ours, request)
                 theirs.close()
                 while data := await loop.sock_recv(ours, 1 << 16):
-                    fields = decode(data)
+                    fields = pb.fields(data)
                     if fields.get(1) != _NOTIFY:
                         answer = fields
                         break
                     inner = fields.get(5)
-                    stage = decode(inner).get(1) if isinstance(inner, bytes) else None
+                    stage = pb.fields(inner).get(1) if isinstance(inner, bytes) else None
                     good = await notice(stage if isinstance(stage, bytes) else b"")
-                    await loop.sock_sendall(ours, _varint(1, _NOTIFY) + _varint(3, int(good)))
+                    await loop.sock_sendall(ours, pb.number(1, _NOTIFY) + pb.number(3, int(good)))
     finally:
         theirs.close()
         ours.close()  # ends `criu swrk`, which lets the processes go on
@@ -230,24 +229,24 @@ async def _ask(
 def _restore_request(images: Path, root: Path, agent: Path) -> bytes:
     options = b"".join(
         [
-            _varint(1, -1),
-            _varint(5, 1),  # tcp_established
-            _varint(8, 1),  # file_locks
-            _varint(9, 1),  # log_level: errors
-            _bytes(10, b"restore.log"),
-            _varint(12, 1),  # notify_scripts
-            _bytes(13, os.fsencode(root)),
-            _varint(17, 20),  # work_dir_fd: of native/criu.c
-            _varint(24, 1),  # manage_cgroups …
-            _bytes(27, _bytes(1, b"extnet") + _varint(2, 10)),  # inherit_fd: the fresh network namespace
-            _varint(34, 0),  # … in mode IGNORE
-            _bytes(37, b"mnt[agent]:" + os.fsencode(agent)),
-            _bytes(37, b"mnt[mask]:" + os.fsencode(agent / "mask")),
-            _varint(64, _NETWORK_LOCK_SKIP),
-            _bytes(68, os.fsencode(images)),
+            pb.number(1, -1),
+            pb.number(5, 1),  # tcp_established
+            pb.number(8, 1),  # file_locks
+            pb.number(9, 1),  # log_level: errors
+            pb.content(10, b"restore.log"),
+            pb.number(12, 1),  # notify_scripts
+            pb.content(13, os.fsencode(root)),
+            pb.number(17, 20),  # work_dir_fd: of native/criu.c
+            pb.number(24, 1),  # manage_cgroups …
+            pb.content(27, pb.content(1, b"extnet") + pb.number(2, 10)),  # inherit_fd: the fresh network namespace
+            pb.number(34, 0),  # … in mode IGNORE
+            pb.content(37, b"mnt[agent]:" + os.fsencode(agent)),
+            pb.content(37, b"mnt[mask]:" + os.fsencode(agent / "mask")),
+            pb.number(64, _NETWORK_LOCK_SKIP),
+            pb.content(68, os.fsencode(images)),
         ]
     )
-    return _varint(1, _RESTORE) + _bytes(2, options)
+    return pb.number(1, _RESTORE) + pb.content(2, options)
 
 
 def _dump_request(pid: int, images: Path, netns: int) -> bytes:
@@ -255,26 +254,26 @@ def _dump_request(pid: int, images: Path, netns: int) -> bytes:
     external += [f"mnt[{path}]:mask".encode() for path in MASKED]
     options = b"".join(
         [
-            _varint(1, -1),  # images_dir_fd: not used, the path below is
-            _varint(2, pid),
-            _varint(3, 1),  # leave_running
-            _varint(5, 1),  # tcp_established
-            _varint(8, 1),  # file_locks
-            _varint(9, 1),  # log_level: errors
-            _bytes(10, b"dump.log"),
-            _varint(12, 1),  # notify_scripts
+            pb.number(1, -1),  # images_dir_fd: not used, the path below is
+            pb.number(2, pid),
+            pb.number(3, 1),  # leave_running
+            pb.number(5, 1),  # tcp_established
+            pb.number(8, 1),  # file_locks
+            pb.number(9, 1),  # log_level: errors
+            pb.content(10, b"dump.log"),
+            pb.number(12, 1),  # notify_scripts
             # link_remap: an open file that lost one of its names gets another for the snapshot's sake. CRIU removes it
             # when the processes go on, and after a restore
-            _varint(18, 1),
-            _varint(24, 1),  # manage_cgroups …
-            _varint(34, 0),  # … in mode IGNORE
-            _varint(35, GHOST_LIMIT),
-            *(_bytes(37, item) for item in external),
-            _varint(64, _NETWORK_LOCK_SKIP),
-            _bytes(68, os.fsencode(images)),
+            pb.number(18, 1),
+            pb.number(24, 1),  # manage_cgroups …
+            pb.number(34, 0),  # … in mode IGNORE
+            pb.number(35, GHOST_LIMIT),
+            *(pb.content(37, item) for item in external),
+            pb.number(64, _NETWORK_LOCK_SKIP),
+            pb.content(68, os.fsencode(images)),
         ]
     )
-    return _varint(1, _DUMP) + _bytes(2, options)
+    return pb.number(1, _DUMP) + pb.content(2, options)
 
 
 def _reason(log: Path, output: str = "") -> str:
@@ -301,62 +300,10 @@ def frozen_seconds(stats: Path) -> float:
     return (found.get(1, 0) + found.get(2, 0)) / 1e6  # freezing_time, frozen_time in µs
 
 
-# -- protobuf, as much as is needed ------------------------------------------------------------------------------------
-def _number(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _varint(field: int, value: int) -> bytes:
-    return _number(field << 3) + _number(value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return _number(field << 3 | 2) + _number(len(value)) + value
-
-
-def decode(data: bytes) -> dict[int, int | bytes]:
-    """Fields of one message; of a repeated field the last one."""
-    fields: dict[int, int | bytes] = {}
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(data):
-        key = number()
-        if key & 7 == 0:
-            fields[key >> 3] = number()
-        elif key & 7 == 2:
-            length = number()
-            fields[key >> 3] = data[at : at + length]
-            at += length
-        else:
-            size = {1: 8, 5: 4}[key & 7]
-            fields[key >> 3] = data[at : at + size]
-            at += size
-    return fields
-
-
 def _stats(path: Path) -> dict[int, int]:
     """The dump statistics that CRIU leaves: field number to value, times in µs."""
     try:
-        data = path.read_bytes()
-        size = struct.unpack_from("<I", data, 8)[0]
-        inner = decode(data[12 : 12 + size]).get(1, b"")
-        return {k: v for k, v in decode(inner if isinstance(inner, bytes) else b"").items() if isinstance(v, int)}
-    except (OSError, struct.error, IndexError, KeyError):
+        _, found = pb.read_image(path)
+        return pb.numbers(pb.parse(pb.messages(pb.parse(found[0]), 1)[0]))
+    except (OSError, ValueError, IndexError):
         return {}

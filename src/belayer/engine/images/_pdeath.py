@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from belayer.engine.images import _protobuf as pb
+from belayer import protobuf as pb
 
 _THREAD_CORE, _PDEATH_SIGNAL = 5, 8  # criu/images/core.proto: core_entry, thread_core_entry
 

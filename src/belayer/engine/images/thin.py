@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from belayer.engine.images import _protobuf as pb
+from belayer import protobuf as pb
 
 MEMORY = "memory.img"
 SMALLEST = 64 << 10  # bytes in a range below which copying is as good as mapping
