@@ -38,7 +38,7 @@ def bench(
 
 def show(result: dict[str, Any], console: Console) -> None:
     """The overhead with its intervals, and where it goes."""
-    table = Table("workload", "against", "overhead", "95% sign test", "95% bootstrap", "pairs", "target")
+    table = Table("workload", "against", "overhead", "by sign test", "95% bootstrap", "pairs", "target")
     for cell in result["cells"]:
         for number, (name, found) in enumerate(cell["overhead"].items()):
             low, high = found["bootstrap"]
@@ -46,10 +46,10 @@ def show(result: dict[str, Any], console: Console) -> None:
                 cell["workload"] if not number else "",
                 name,
                 f"{found['median']:+.2%}",
-                f"{found['low']:+.2%} to {found['high']:+.2%}",
+                f"{found['low']:+.2%} to {found['high']:+.2%} ({found['confidence']:.0%})",
                 f"{low:+.2%} to {high:+.2%}",
                 str(found["pairs"]),
-                f"{found['target']:.0%}: {'met' if found['within_target'] else 'missed'}",
+                f"{found['target']:.0%}: {_verdict(found)}",
             )
     console.print(table)
     for cell in result["cells"]:
@@ -57,6 +57,12 @@ def show(result: dict[str, Any], console: Console) -> None:
             _show_engine(cell, console)
         else:
             _show_rollouts(cell, console)
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    if found["surely_within"] and found["confidence"] >= 0.95:
+        return "met"
+    return "met by the median" if found["within_target"] else "missed"
 
 
 def _show_engine(cell: dict[str, Any], console: Console) -> None:
