@@ -34,13 +34,13 @@ ENDS_DRIVER = ("disk.full", "driver.sigkill")
 ELSEWHERE = ("checkpoint.export.", "checkpoint.import.", "journal.compact.", "journal.archive.", "journal.segment.")
 # passed by many at once: which passage it is, is drawn from so many
 PASSAGES = {
-    "journal.append.before": 120,
-    "journal.append.after": 120,
-    "turn.tokens": 60,
-    "turn.journalled": 60,
+    "journal.append.before": 40,
+    "journal.append.after": 40,
+    "turn.tokens": 20,
+    "turn.journalled": 20,
     "engine.update.after_shard": 12,
 }
-USUAL_PASSAGES = 6
+USUAL_PASSAGES = 3
 # rarely passed: the first passage is taken
 RARE = (
     "restore.fresh",
