@@ -14,7 +14,7 @@ async def main():
     await runtime.create_session(CreateBashSessionRequest())
     await runtime.write_file(WriteFileRequest(path="/srv/counter.sh", content="count=$((count+1)); echo $count\n"))
     await runtime.run_in_session(BashAction(command="cd /srv && . ./counter.sh"))
-    await runtime.run_in_session(BashAction(command="touch begun; sleep 1; . ./counter.sh", timeout=30))
+    await runtime.run_in_session(BashAction(command="touch begun-swerex; sleep 1; . ./counter.sh", timeout=30))
     seen = await runtime.run_in_session(BashAction(command=". ./counter.sh; pwd"))  # in the same shell, whatever died
     print(seen.output.split(), (await runtime.read_file(ReadFileRequest(path="/srv/counter.sh"))).content.strip())
     print((await runtime.execute(Command(command=["ls", "/srv"]))).stdout.split())

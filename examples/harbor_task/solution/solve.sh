@@ -1,4 +1,4 @@
 #!/bin/bash
-echo begun >> /app/attempts
+echo begun >> /app/attempts-harbor
 sleep 1
 python3 -c "print(sum(map(int, open('/app/numbers.txt'))))" > /app/sum.txt
