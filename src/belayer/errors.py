@@ -173,6 +173,10 @@ class CheckpointRefused(SandboxError):
     """The sandbox's state cannot be captured at the level asked for."""
 
 
+class CheckpointRefusedForNow(CheckpointRefused):
+    """As above, for something that passes by itself, like data that nobody has read yet. It was tried twice."""
+
+
 class CheckpointAbandoned(SandboxError):
     """A checkpoint was given up before it had begun; the sandbox was not touched."""
 

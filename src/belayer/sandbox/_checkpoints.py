@@ -18,7 +18,7 @@ from belayer.checkpoint.manifest import Level, Manifest, ProcessState, Timings, 
 from belayer.checkpoint.retention import garbage
 from belayer.checkpoint.turns import Turn, Turns
 from belayer.config import SandboxConfig
-from belayer.errors import CheckpointDamaged, CheckpointRefused, SandboxLost, StorageFull
+from belayer.errors import CheckpointDamaged, CheckpointRefused, CheckpointRefusedForNow, SandboxLost, StorageFull
 from belayer.faults import failpoints
 from belayer.sandbox import _data
 from belayer.sandbox._here import check_fits, here
@@ -33,6 +33,7 @@ from belayer.sandbox.container import Sandbox
 from belayer.sandbox.store import remove_tree, storage_errors
 
 KEEP = 2  # newest checkpoints kept of each sandbox
+RETRY_AFTER_S = 0.03  # what passes by itself has mostly passed by then
 CANCELLED_S = 8.0  # a cancelled command is killed within five
 SHM_RESERVE = 64 << 20  # bytes of memory-backed storage that are left to others
 _SLACK = 4 << 20  # bytes of images beside the memory itself
@@ -195,6 +196,7 @@ class Checkpoints:
             try:
                 lost: tuple[str, ...] = ()
                 netns = 0
+                retried = False
                 while True:
                     try:
                         if level == "full":
@@ -203,11 +205,20 @@ class Checkpoints:
                             times, lost = await self._without_processes(sandbox, level, checkpoint_id, state.shell_pid)
                         break
                     except CheckpointRefused as refusal:
-                        if asked is not None:
-                            raise
-                        level, reason = self.levels.below(level, refusal), refusal.what
+                        again = isinstance(refusal, CheckpointRefusedForNow) and not retried
+                        if not again:
+                            if asked is not None:
+                                raise
+                            level, reason = self.levels.below(level, refusal), refusal.what
                         netns = 0
                         await asyncio.to_thread(self.data.remove, checkpoint_id)
+                        if again:
+                            retried = True
+                            data = {"reason": refusal.what}
+                            self._sink(
+                                events.Event(kind=events.CHECKPOINT_RETRIED, subject=rollout or sandbox.name, data=data)
+                            )
+                            await asyncio.sleep(RETRY_AFTER_S)
                 folder = self.data.memory / checkpoint_id
                 files = await asyncio.to_thread(describe_images, folder)
                 manifest = Manifest(

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
-from belayer.errors import CheckpointRefused, SandboxUnavailable
+from belayer.errors import CheckpointRefused, CheckpointRefusedForNow, SandboxUnavailable
 from belayer.sandbox import criu
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._place import Place
@@ -65,8 +65,9 @@ class Runtime(Protocol):
 def refuse_what_would_be_lost(place: Place) -> None:
     """For a runtime that dumps by CRIU, while all is frozen. Raises `CheckpointRefused`. Blocking."""
     if lost := what_would_be_lost(place.cgroup.pids(), place.root):
-        raise CheckpointRefused(
-            f"CRIU would lose a part of this sandbox's state: {'; '.join(lost[:4])}",
+        refused = CheckpointRefusedForNow if all(loss.passes for loss in lost) else CheckpointRefused
+        raise refused(
+            f"CRIU would lose a part of this sandbox's state: {'; '.join(loss.what for loss in lost[:4])}",
             kept="the sandbox runs on, and its earlier checkpoints are kept",
             next_step="try again after the next action; see docs/sandbox.md on what is refused",
         )

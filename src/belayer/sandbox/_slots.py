@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,7 +48,11 @@ class Slot:
     @property
     def good(self) -> bool:
         """Is nothing known to be wrong with it?"""
-        return self._helper is None or not self._helper.done()
+        if self._channel is None or self._helper is None:
+            return True
+        poll = select.poll()
+        poll.register(self._channel, select.POLLHUP)
+        return not self._helper.done() and not poll.poll(0)
 
     async def run(self, command: list[str], deadline_s: float) -> tuple[int, str]:
         """Let the helper do `command`, a role of the program and its arguments; returns (exit code, output).

@@ -16,6 +16,7 @@ import termios
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PIDFD_GETFD = 438
@@ -23,13 +24,20 @@ _HALF_CLOSED = ("04", "05", "08", "09", "0B")  # FIN_WAIT1, FIN_WAIT2, CLOSE_WAI
 _INO_LOOKUP = 0xD0009412  # BTRFS_IOC_INO_LOOKUP
 
 
-def what_would_be_lost(pids: Iterable[int], root: Path) -> list[str]:
-    """One sentence for each such state of these processes, which must not run meanwhile. Blocking.
+class Loss(NamedTuple):
+    """A state that CRIU would lose, in words. `passes`: it is over as soon as the programs inside go on."""
+
+    what: str
+    passes: bool = False
+
+
+def what_would_be_lost(pids: Iterable[int], root: Path) -> list[Loss]:
+    """Every such state of these processes, which must not run meanwhile. Blocking.
 
     `root` is where their root file system lies on the host.
     """
     pids = list(pids)
-    found: list[str] = []
+    found: list[Loss] = []
     deleted: set[int] = set()  # inodes of deleted files that are open
     watches: list[tuple[int, int]] = []  # (pid, inode)
     for pid in pids:
@@ -37,25 +45,25 @@ def what_would_be_lost(pids: Iterable[int], root: Path) -> list[str]:
             if target == "anon_inode:inotify":
                 watches += [(pid, inode) for inode in _watched(pid, fd)]
                 if _unread(pid, fd):
-                    found.append(f"process {pid} has inotify events that it has not read")
+                    found.append(Loss(f"process {pid} has inotify events that it has not read", passes=True))
             elif target == "anon_inode:[eventfd]":
                 if "eventfd-semaphore: 1" in _info(pid, fd):
-                    found.append(f"process {pid} has an eventfd in semaphore mode")
+                    found.append(Loss(f"process {pid} has an eventfd in semaphore mode"))
             elif target.startswith("/"):
                 if "\nlock:" in (info := _info(pid, fd)) and _lock_on_mapped_file(pid, info):
-                    found.append(f"process {pid} has a lock on a file that it has mapped")
+                    found.append(Loss(f"process {pid} has a lock on a file that it has mapped"))
                 if target.endswith(" (deleted)"):
                     with suppress(OSError):
                         deleted.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
     if watches:
         _warm(root, {inode for _, inode in watches} - deleted)
-    found += [f"process {pid} watches a deleted file by inotify" for pid, inode in watches if inode in deleted]
+    found += [Loss(f"process {pid} watches a deleted file by inotify") for pid, inode in watches if inode in deleted]
     if pids:
         if _sockets(pids[0], "udp", lambda fields: not fields[4].endswith(":00000000")):  # tx_queue:rx_queue
-            found.append("a UDP socket has datagrams that nobody has read")
+            found.append(Loss("a UDP socket has datagrams that nobody has read", passes=True))
         # CRIU makes the half by a packet of its own. What answers it may find no peer yet, and resets the connection
         if _sockets(pids[0], "tcp", lambda fields: fields[3] in _HALF_CLOSED and fields[9] != "0"):
-            found.append("a TCP connection is half closed")
+            found.append(Loss("a TCP connection is half closed", passes=True))
     return found
 
 

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from belayer import protobuf as pb
-from belayer.errors import CheckpointRefused, RestoreFailed, SandboxUnavailable
+from belayer.errors import CheckpointRefused, CheckpointRefusedForNow, RestoreFailed, SandboxUnavailable
 from belayer.ownership import cache_dir
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._mend import mend_files
@@ -33,6 +33,7 @@ GHOST_LIMIT = 512 << 20  # deleted files that are still open are stored up to th
 # files below /proc that native/launch.c covers with an empty file, as far as the kernel has them
 MASKED = tuple(f"/proc/{name}" for name in ("keys", "timer_list", "sched_debug", "latency_stats"))
 _NETWORK_LOCK_SKIP = 3
+_PASSING = ("In-flight connection", "No such process")  # CRIU's words for what may be over a moment later
 _DUMP, _RESTORE, _NOTIFY = 1, 2, 6
 
 
@@ -144,7 +145,8 @@ async def dump(
         raise failure
     if not answer.get(2):
         why = _reason(images / "dump.log")
-        raise CheckpointRefused(
+        refused = CheckpointRefusedForNow if any(words in why for words in _PASSING) else CheckpointRefused
+        raise refused(
             f"CRIU cannot capture this sandbox{why}" if answer else f"CRIU ended without an answer{why}",
             kept="the sandbox runs on, and its earlier checkpoints are kept",
         )
