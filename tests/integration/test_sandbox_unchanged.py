@@ -13,9 +13,19 @@ import pytest
 from tests.conftest import needs_sandboxes
 from tests.sandbox_kit import eventually, kill_init, run, sandboxes, shell
 
-from belayer.errors import CheckpointRefused
+from belayer.checkpoint import make_policy
+from belayer.checkpoint.turns import Turn, TurnState
+from belayer.config import PolicyConfig, RecoveryConfig
+from belayer.errors import CheckpointAbandoned, CheckpointRefused
+from belayer.events import ignore
+from belayer.journal import Journal, scan
+from belayer.journal import records as r
+from belayer.recovery import EnvironmentKeeper
+from belayer.recovery.actions import Exists, Read, Shell
+from belayer.recovery.breaker import CircuitBreaker
 from belayer.sandbox import Sandbox
 from belayer.sandbox._unchanged import timers
+from belayer.verify import verify_records
 
 pytestmark = [pytest.mark.integration, needs_sandboxes]
 
@@ -65,6 +75,10 @@ IN_THE_BACKGROUND = {
 }
 
 
+async def is_unchanged(sandbox: Sandbox, checkpoint: str) -> bool:
+    return await sandbox.changed_since(checkpoint) == ""
+
+
 async def shell_ran(sandbox: Sandbox, checkpoint: str) -> bool:
     return await sandbox.changed_since(checkpoint) != ""
 
@@ -81,11 +95,7 @@ async def checkpointed(sandbox: Sandbox) -> str:
 async def still(sandbox: Sandbox) -> str:
     """A checkpoint from which the sandbox is unchanged: also after some time, and after reading."""
     checkpoint = await checkpointed(sandbox)
-    for _ in range(20):  # the container goes on from where it was frozen, on a busy host a little later
-        if not await sandbox.changed_since(checkpoint):
-            break
-        await asyncio.sleep(0.01)
-    assert await sandbox.changed_since(checkpoint) == ""
+    await eventually("the container goes on to where it waits", lambda: is_unchanged(sandbox, checkpoint))
     await sandbox.read("/tmp/f")
     assert not await sandbox.exists("/tmp/nothing")
     assert await sandbox.healthy() is None
@@ -209,5 +219,89 @@ def test_a_rollback_to_an_unchanged_state_is_exactly_right(tmp_path: Path) -> No
             assert await run(again, listing) == before
             assert (await shell(again, "pwd; f; umask")).split() == ["/data", "f7", "0022"]
             assert await again.changed_since(checkpoint) != "", "nobody has compared the restored one"
+
+    asyncio.run(main())
+
+
+def test_an_action_that_only_read_needs_no_checkpoint_and_is_not_lost(tmp_path: Path) -> None:
+    """Through the whole stack: skipped as unchanged, and after a loss the older checkpoint and a replay are right."""
+
+    async def main() -> None:
+        async with sandboxes(tmp_path / "c") as manager:
+            journal = Journal(tmp_path / "journal")
+            journal.record(r.RolloutStarted(rollout="r", group="g", task=0, seed=0))
+            keeper = EnvironmentKeeper(
+                "r",
+                0,
+                sandboxes=manager,
+                journal=journal,
+                policy=make_policy(PolicyConfig(name="always")),
+                config=RecoveryConfig(),
+                breaker=CircuitBreaker(100),
+                sink=ignore,
+            )
+            actions = [
+                Shell(command="mkdir -p /srv && cd /srv && echo one > a && x=7"),
+                Read(path="/srv/a"),
+                Exists(path="/srv/b"),
+                Read(path="/srv/a"),
+                Shell(command="pwd; cat a; echo $x"),
+            ]
+            results = []
+            for number, action in enumerate(actions):
+                if number == 4:
+                    assert keeper.sandbox is not None
+                    kill_init(keeper.sandbox)
+                results.append(await keeper.act(number, action))
+                keeper.bubble_begins()
+                if number == 0:
+                    await keeper._checkpoint.settle()
+                    box, (newest,) = keeper.sandbox, journal.history("r").checkpoints
+                    assert box is not None
+                    await eventually("it waits", lambda box=box, id=newest.id: is_unchanged(box, id))
+                await asyncio.sleep(0.1)
+                keeper.bubble_ends(0.1, 10)
+            await keeper.close(keep_checkpoints=False)
+            journal.close()
+            assert results[1] == results[3] == b"one\n" and results[4].stdout == b"/srv\none\n7\n"
+            records = list(scan(tmp_path / "journal"))
+            skipped = [record for record in records if isinstance(record, r.CheckpointSkipped)]
+            assert [record.k for record in skipped] == [2, 3, 4]
+            assert all(record.why.startswith("unchanged: r.0-g1-") for record in skipped)
+            (restored,) = [record for record in records if isinstance(record, r.EnvRestored)]
+            assert (restored.k, restored.replayed) == (4, 3) and restored.checkpoint
+            assert verify_records(records).consistent
+
+    asyncio.run(main())
+
+
+def test_real_dumps_stand_in_one_order(tmp_path: Path) -> None:
+    """One at once: the third is promoted and goes before the second, which is given up and touches nothing."""
+
+    async def main() -> None:
+        async with sandboxes(tmp_path / "c", max_dumps=1) as manager:
+            boxes = [await manager.create(f"box{number}") for number in range(3)]
+            turns = [Turn() for _ in boxes]
+            ended: list[int] = []
+
+            async def take(number: int) -> str:
+                try:
+                    manifest = await boxes[number].checkpoint(action=0, turn=turns[number])
+                except CheckpointAbandoned:
+                    return "given up"
+                ended.append(number)
+                return manifest.id
+
+            for box in boxes:
+                await shell(box, "python3 -c 'import time; x = bytes(60_000_000); time.sleep(900)' & sleep 0.2")
+            tasks = [asyncio.create_task(take(number)) for number in range(3)]
+            await eventually("the first dumps", lambda: manager.dumping == 1)
+            first = next(number for number in range(3) if turns[number].state is TurnState.BEGUN)
+            second, third = [number for number in range(3) if number != first]
+            assert turns[third].promote() and turns[second].abandon() and not turns[first].abandon()
+            done = await asyncio.gather(*tasks)
+            assert ended == [first, third] and done[second] == "given up"
+            assert manager.newest(f"box{second}") is None
+            assert (await shell(boxes[second], "echo it runs on")).strip() == "it runs on"
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from belayer import events
-from belayer.checkpoint.policy import Always, EveryN, Never
+from belayer.checkpoint.policy import Always, Decision, EveryN, Never, Situation
 from belayer.checkpoint.turns import TurnState
 from belayer.config import Config, RecoveryConfig, RunConfig
 from belayer.engine import TokenChunk
@@ -84,6 +84,23 @@ class World:
         self.struck: set[tuple[str, int]] = set()
 
 
+class Wavering(Always):
+    """Gives up every other checkpoint that has not begun when the reply arrives."""
+
+    name = "wavering"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = 0
+
+    def decide(self, situation: Situation) -> Decision:
+        self.late += situation.bubble_over
+        if situation.bubble_over and self.late % 2:
+            event("a checkpoint was given up")
+            return Decision(False, "it wavers")
+        return super().decide(situation)
+
+
 class ModelSandbox:
     def __init__(self, owner: ModelSandboxes, name: str, generation: int, log: list[tuple[str, bytes]]) -> None:
         self.owner, self.name, self.generation, self.log = owner, name, generation, log
@@ -144,6 +161,9 @@ class ModelSandbox:
         return "" if self.owner.world.images.get((self.name, checkpoint_id)) == self.log else "commands ran"
 
     async def checkpoint(self, *, action, context_hash, rollout, attempt, turn):
+        if self.owner.chaos.strikes("queued"):
+            for _ in range(20):  # until the reply is here, and the policy was asked again
+                await asyncio.sleep(0)
         if not turn.open:
             raise CheckpointAbandoned("given up")
         turn.state = TurnState.BEGUN
@@ -339,7 +359,7 @@ def decision_lists(draw):
 
 @given(
     sessions=st.lists(decision_lists(), min_size=1, max_size=4),
-    policy=st.sampled_from(["always", "never", "every-2"]),
+    policy=st.sampled_from(["always", "never", "every-2", "wavering"]),
     turns=st.integers(1, 4),
     kinds=st.sampled_from([["a", "b", "c"], ["a", "nonce"], ["nonce"], ["a", "rm"]]),
 )
@@ -352,7 +372,7 @@ def test_delivered_rollouts_describe_their_environment(sessions, policy, turns, 
         for decisions in [*sessions, []]:
             chaos = Chaos(decisions)
             world.policy_version += 1  # a driver that starts again may start with other weights
-            chosen = {"always": Always(), "never": Never(), "every-2": EveryN(2)}[policy]
+            chosen = {"always": Always(), "never": Never(), "every-2": EveryN(2), "wavering": Wavering()}[policy]
             try:
                 delivered = asyncio.run(one_session(folder, world, chaos, chosen, task, final_logs))
             except DriverKilled:

@@ -29,11 +29,12 @@ from belayer.sandbox import _btrfs
 if TYPE_CHECKING:
     from belayer.sandbox.container import Sandbox
 
-LOOKS, LOOK_AGAIN_S = 5, 0.01
+LOOKS, LOOK_AGAIN_S = 8, 0.01  # each pause is twice the one before
 _READ = {"x86_64": "0", "aarch64": "63"}
 _PPOLL = {"x86_64": "271", "aarch64": "73"}
 _TASK, _TIMERS, _POSIX = 3, 7, 4  # fields of CRIU's core_entry, task_core_entry, task_timers_entry (core.proto)
 _SIGNALS = ("SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt")
+_UNDER_WAY = "does not wait"
 _STILL = ("/", "pipe:")  # what a descriptor of a still life may refer to
 
 
@@ -96,9 +97,9 @@ def find_still_life(sandbox: Sandbox, manifest: Manifest, images: Path) -> None:
             root=sandbox.root,
             commands=commands,
         )
-        if isinstance(found, str) and tries:
+        if isinstance(found, str) and _UNDER_WAY in found and tries:
             # they were let go a moment ago, and have not all come back to where they wait
-            loop.call_later(LOOK_AGAIN_S, again, tries - 1, found)
+            loop.call_later(LOOK_AGAIN_S * 2 ** (LOOKS - tries), again, tries - 1, found)
 
     def again(tries: int, found: str) -> None:
         # what is seen now counts for the moment of the checkpoint only if nothing was asked of it since
@@ -154,9 +155,9 @@ def _may_move(pid: int, *, is_init: bool) -> str:
     machine = platform.machine()
     number, *arguments = process.waits.split()
     if is_init and (number != _PPOLL.get(machine) or int(arguments[2], 16)):
-        return "does not wait for the host alone"
+        return f"{_UNDER_WAY} for the host alone"
     if not is_init and number != _READ.get(machine):
-        return "does not wait for a command"
+        return f"{_UNDER_WAY} for a command"
     if any(int(value, 16) for value in process.signals[:2]):
         return "has a signal pending"
     status = _status(pid)
