@@ -136,9 +136,11 @@ class Sandboxes:
         async with self._lock(name), self._new_place(name, found.path) as (place, slot):
             await self._retire_name(name)
             place.environment = found.environment
-            failpoints.hit("sandbox.create.place", name)
-            pid = await self._runtime.create(place, slot)
-            sandbox = await self._activate(name, place, pid, found)
+            # looked at before anything runs: what happens to its folders from here on is damage
+            async with _looked_at(place, found) as look:
+                failpoints.hit("sandbox.create.place", name)
+                pid = await self._runtime.create(place, slot)
+            sandbox = await self._activate(name, place, pid, found, baseline=look.result())
             failpoints.hit("sandbox.create.answered", name)
             return sandbox
 
@@ -194,9 +196,9 @@ class Sandboxes:
                     clock.lap("verify_s")
                     await self._retire_name(name)
                     clock.lap("kill_s")
-                    failpoints.hit("restore.place", name)
                     image = images.of_checkpoint(self.store, manifest.image, manifest.image_digest)
                     async with _looked_at(place, image) as look:
+                        failpoints.hit("restore.place", name)
                         if manifest.level == "full":
                             pid = await self._runtime.restore(place, images=folder, slot=slot)
                         else:
