@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 from tests.conftest import needs_root, needs_sandboxes, needs_vllm
 
 from belayer.journal import compare_runs, read_histories
+from belayer.observe.dashboard import dashboard_json
 from belayer.ownership.reap import everything_labelled, leftovers
 
 pytestmark = [pytest.mark.crash, needs_root, needs_vllm, needs_sandboxes]
@@ -59,6 +62,21 @@ def output_of(process: subprocess.Popen, timeout: float = 240) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         raise AssertionError(f"hangs:\n{process.communicate()[0]}") from None
+
+
+def last_metrics_of(process: subprocess.Popen, deadline_s: float = 240) -> str:
+    """The page that a run serves, as it was shortly before the run's end."""
+    assert process.stdout is not None
+    url = next(line.removeprefix("metrics: ").strip() for line in process.stdout if line.startswith("metrics: "))
+    page, deadline = "", time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                page = answer.read().decode()
+        except OSError:
+            return page
+        time.sleep(0.1)
+    raise AssertionError("the page is served for ever")
 
 
 def wait_for_tokens(run: Path, count: int, process: subprocess.Popen, deadline_s: float = 120) -> None:
@@ -112,6 +130,10 @@ def test_killed_stopped_resumed_with_faults_equals_the_calm_run(config, tmp_path
     while time.monotonic() < deadline and any(thing.kind == "process" for thing in labelled(name)):
         time.sleep(0.05)
     assert not [thing for thing in labelled(name) if thing.kind == "process"], "processes outlive the driver"
+    status = belayer("status", str(run), "--json")
+    found = json.loads(output_of(status))
+    assert (status.returncode, found["state"], found["driver_alive"]) == (1, "stopped", False)
+    assert f"process {process.pid}) is gone" in found["message"] and f"belayer resume {run}" in found["message"]
     reaping = belayer("doctor", "--reap", "--json")
     report = json.loads(output_of(reaping))
     assert not report["not_removed"]
@@ -128,7 +150,14 @@ def test_killed_stopped_resumed_with_faults_equals_the_calm_run(config, tmp_path
     assert not labelled(name), "Ctrl-C left something behind"
 
     # and to the end
-    text = output_of(belayer("resume", str(run), "--plain"))
+    process = belayer("resume", str(run), "--plain", "--metrics-port", "0")
+    page = last_metrics_of(process)
+    text = output_of(process)
+    assert re.search(r"^belayer_rollouts_finished_total [1-9]", page, re.MULTILINE), page
+    # series of a family come with its first event, the family itself is always there
+    families = set(re.findall(r"^# TYPE (belayer_\w+)", page, re.MULTILINE))
+    asked = {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"belayer_\w+", dashboard_json())}
+    assert len(asked) > 30 and asked <= families
     summary = json.loads((run / "summary.json").read_text())
     assert summary["finished"] and summary["ok"], text
     assert summary["rollouts_started"] == summary["rollouts_delivered"] == 12
