@@ -188,7 +188,9 @@ def test_timers_are_found_in_the_images(tmp_path: Path) -> None:
             quiet = await checkpointed(sandbox)
             assert timers(manager.checkpoints.data.memory / quiet) is False
             for start in ("signal.setitimer(signal.ITIMER_REAL, 1000)", "signal.setitimer(signal.ITIMER_PROF, 1000)"):
-                await shell(sandbox, f"python3 -c 'import signal, time\n{start}\ntime.sleep(900)' & sleep 0.3")
+                program = f'import signal, time\n{start}\nopen("/tmp/ready", "w")\ntime.sleep(900)'
+                await shell(sandbox, f"rm -f /tmp/ready; python3 -c '{program}' &")
+                await eventually("its timer runs", lambda: sandbox.exists("/tmp/ready"), 20)
                 found = await checkpointed(sandbox)
                 assert timers(manager.checkpoints.data.memory / found) is True
                 await shell(sandbox, "kill -9 $!; wait $! 2>/dev/null; true")
