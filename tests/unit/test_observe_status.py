@@ -153,6 +153,18 @@ def test_a_silent_run_is_said_to_be_silent(tmp_path: Path) -> None:
     held.close()
 
 
+def test_a_gateway_that_is_down_is_served_again_and_not_resumed(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "gate", about={"seed": 1, "gateway": "external servers"}).close()
+    message = RunReader(tmp_path / "gate").status().message
+    assert "belayer serve" in message and "resume" not in message
+
+
+def test_a_damaged_description_is_said(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("[1")
+    with pytest.raises(RunError, match="damaged"):
+        RunReader(tmp_path)
+
+
 def test_no_run_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not a run directory"):
         RunReader(tmp_path)

@@ -90,8 +90,8 @@ def _body(reader: RunReader, status: RunStatus) -> RenderableType:
 def _counts(status: RunStatus) -> Text:
     return Text(
         f"{status.rollouts_started} rollouts: {status.rollouts_finished} finished, {status.rollouts_delivered} "
-        f"delivered, {status.rollouts_failed} failed, {len(status.in_flight)} in flight. The run's program records no "
-        "metrics, so that times and the engine are not known; `belayer show` prints rollouts."
+        f"delivered, {status.rollouts_failed} failed, {len(status.in_flight)} in flight. Whoever drives it records no "
+        "events, so that times and the engine are not known; `belayer show` prints rollouts."
     )
 
 

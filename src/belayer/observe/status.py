@@ -106,6 +106,7 @@ class RunReader:
                 next_step="check the path; runs are usually below runs/",
             )
         self.path = path
+        self._about = _read_about(path)
         self._tail = MetricsTail(path / "metrics.jsonl")
         self._feed = LiveFeed()
         self._clock = RunClock()
@@ -240,8 +241,7 @@ class RunReader:
         ]
 
     def _from_journal(self, status: RunStatus) -> None:
-        about = json.loads((self.path / "run.json").read_text())
-        status.seed = about.get("seed")
+        status.seed = self._about.get("seed")
         for name, history in read_histories(self.path / "journal").items():
             status.rollouts_started += 1
             status.rollouts_delivered += history.acknowledged
@@ -273,8 +273,20 @@ class RunReader:
             return f"running (process {pid})"
         gone = "no driver has opened it" if pid is None else f"its driver (process {pid}) is gone"
         unfinished = f", {len(status.in_flight)} rollouts unfinished" if status.in_flight else ""
-        if (self.path / "job.json").is_file():
+        if "gateway" in self._about:
+            how = f"`belayer serve` with --run-dir {self.path} serves its sessions again"
+        elif (self.path / "job.json").is_file():
             how = f"`belayer resume {self.path}` goes on from the journal"
         else:
             how = "start your program again: Run.open goes on from the journal"
         return f"stopped: {gone}{unfinished}; {how}"
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((path / "run.json").read_text())
+    except ValueError:
+        about = None
+    if not isinstance(about, dict):
+        raise RunError(f"{path / 'run.json'} is damaged", kept="the journal beside it")
+    return about
