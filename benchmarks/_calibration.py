@@ -78,7 +78,7 @@ class Calibration:
         elif event.kind == ev.EXEC:
             self._survive(event.data["wall_s"])
         elif event.kind == ev.CHECKPOINT:
-            self._see_cost(event.data["wall_s"], event.data["exposed_s"])
+            self._see_cost(event.data["wall_s"], event.data.get("bytes", 0.0), event.data["exposed_s"])
         elif event.kind == ev.FAULT_DETECTED and event.data.get("fault") == "sandbox":
             self._failures.failed()
             self._counted += 1
@@ -92,16 +92,16 @@ class Calibration:
         self._bubble.add(seconds)
         self._survive(seconds)
 
-    def _see_cost(self, seconds: float, exposed_s: float) -> None:
+    def _see_cost(self, seconds: float, nbytes: float, exposed_s: float) -> None:
         self._seen["cost"] += 1
-        expected = self._cost.seconds(0.0)
+        expected = self._cost.seconds(nbytes)
         self._exposed[0] += expected_exposed(expected, self._bubble)
         self._exposed[1] += exposed_s
         if self._seen["cost"] > SETTLED:
             self._cost_ratio.append(seconds / expected)
-            quantiles = {level: self._cost.quantile(0.0, NormalDist().inv_cdf(level)) for level in LEVELS}
+            quantiles = {level: self._cost.quantile(nbytes, NormalDist().inv_cdf(level)) for level in LEVELS}
             self._costs.see(quantiles, seconds)
-        self._cost.add(seconds, 0.0)
+        self._cost.add(seconds, nbytes)
 
     def _survive(self, seconds: float) -> None:
         self._expected += self._failures.per_s * seconds

@@ -49,6 +49,7 @@ PAIRS = {True: 2, False: 10}
 OTHER_SCALES = (0.05, 0.02)  # a protected batch of each, for the share that is hidden
 SCALES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 READY_S = 180.0
+MTBF_S = 3600.0
 
 
 class Side(msgspec.Struct):
@@ -126,7 +127,7 @@ def rollout_overhead(
 
 
 async def _measure(turns: str, model: Model, shape: Shape, quick: bool, policy: str) -> dict[str, Any]:
-    seen, calibration = Seen(), Calibration()
+    seen, calibration = Seen(), Calibration(prior_s=MTBF_S * shape.scale)
     with tempfile.TemporaryDirectory(prefix="belayer-bench-") as name:
         config = run_config(model, shape, policy)
         kind = PacedRun if turns == "waits" else Run
@@ -156,7 +157,8 @@ def run_config(model: Model, shape: Shape, policy: str = "adaptive") -> Config:
     limits = {
         "run": {"max_concurrent": shape.slots},
         "sandbox": {"memory_bytes": 256 << 20},
-        "policy": {"name": policy},
+        # what fails once an hour fails as often in the scaled hour
+        "policy": {"name": policy, "mtbf_s": MTBF_S * shape.scale},
     }
     return Config.model_validate(limits).model_copy(update={"engine": engine})
 

@@ -116,6 +116,9 @@ class PolicyConfig(_Section):
 
     name: Literal["adaptive", "always", "never", "every-n", "young-daly", "paper"] = "adaptive"
     every: int = Field(default=2, ge=1, description="For `every-n`: actions between checkpoints.")
+    mtbf_s: float = Field(
+        default=3600.0, gt=0, description="Time between failures of an environment to believe in until some were seen."
+    )
 
 
 class RecoveryConfig(_Section):

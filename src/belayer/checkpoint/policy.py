@@ -251,6 +251,7 @@ _NOTHING_NEW = Decision(False, "no action since the newest checkpoint")
 
 def make_policy(config: PolicyConfig, learned: Learned | None = None) -> Policy:
     """The policy that `config.name` names; `learned`: what it knows already."""
+    learned = learned or Learned(config.mtbf_s)
     match config.name:
         case "never":
             return Never()
