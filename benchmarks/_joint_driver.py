@@ -54,7 +54,7 @@ async def drive(spec: Spec) -> None:
 
     def sink(event: events.Event) -> None:
         if event.kind == events.ENGINE_IMAGE:
-            images.append(event.data["state"])
+            images.append(f"{event.data['state']} {event.data.get('reason', '')}".strip())
 
     run = await Run.open(spec.run, config, sink=sink)
     async with run:

@@ -41,7 +41,7 @@ STRIKES_PER_ROLLOUT = 8
 STRIKES_PER_ACTION = 2  # the third death during one action sets a rollout aside, as it should
 DECLINED = 200
 DRIVER_AFTER_S = 30.0  # a driver lives at least so long before it is struck
-UPDATE_EVERY_S = 0.7
+ROOT_IS_NEW = ("restore.processes", "restore.answered", "sandbox.create.answered")
 
 
 class Log:
@@ -191,8 +191,10 @@ class Strikes:
         living = sorted(self._run.keepers)
         rollout = about or (rng.choice(living) if living else "")
         keeper = self._run.keepers.get(rollout)
-        if keeper is None:
-            # the rollout of a late failpoint has no environment any more: another one's is struck at that moment
+        made = self._root_being_made(keeper.name) if keeper and fault.point in ROOT_IS_NEW else None
+        needed = fault.kind in ("sandbox.damage", "checkpoint.damage") and made is None
+        if keeper is None or (needed and (keeper.sandbox is None or keeper.sandbox.dead)):
+            # the rollout has no environment (any more): another one's is struck at that moment
             others = self._run.living_sandboxes()
             if not others:
                 return False
@@ -208,9 +210,10 @@ class Strikes:
                 hit = self._signal(fault, rollout, keeper.name, sandbox, number)
             case "sandbox.damage":
                 # the same damage twice in one action would pass for the action's own doing
-                if rollout in self._damaged or sandbox is None or sandbox.dead:
+                if rollout in self._damaged:
                     return False
-                hit = self._damage(fault, rollout, sandbox, rng)
+                root = made or (sandbox.root if sandbox is not None and not sandbox.dead else None)
+                hit = root is not None and self._damage(fault, rollout, root, rng)
             case _:
                 ready = keeper.state is EnvironmentState.READY
                 hit = sandbox is not None and self._spoil(fault, rollout, keeper.name, sandbox, rng, ready=ready)
@@ -257,14 +260,26 @@ class Strikes:
                 return
             time.sleep(0.002)
 
-    def _damage(self, fault: JointFault, rollout: str, sandbox: Sandbox, rng: random.Random) -> bool:
-        folders = [name for name in SYSTEM_FOLDERS if (sandbox.root / name).is_dir()]
+    def _root_being_made(self, name: str) -> Path | None:
+        """The root of a container that is not a handle yet."""
+        assert self._run.sandboxes is not None
+        store, label = self._run.sandboxes.store, self._run.label
+        prefix = f"{safe_name(name)}-"
+        found = [path for path in (store.root / "runs" / label.name).iterdir() if path.name.startswith(prefix)]
+        numbered = [path for path in found if path.name.removeprefix(prefix).isdigit()]
+        if not numbered:
+            return None
+        newest = max(numbered, key=lambda path: int(path.name.removeprefix(prefix)))
+        return store.trees.root(newest, label.dir / newest.name).path
+
+    def _damage(self, fault: JointFault, rollout: str, root: Path, rng: random.Random) -> bool:
+        folders = [name for name in SYSTEM_FOLDERS if (root / name).is_dir()]
         if not folders:
             return False
         folder = rng.choice(folders)
         self._damaged.add(rollout)
         self._tell(fault, rollout, f"rm -rf /{folder}")
-        threading.Thread(target=damage, args=(sandbox.root, folder), daemon=True).start()
+        threading.Thread(target=damage, args=(root, folder), daemon=True).start()
         return True
 
     def _spoil(
