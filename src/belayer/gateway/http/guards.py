@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from belayer.gateway.problems import Problem, bad
 
 OPEN = ("/health", "/ping")
+BODY_S = 60.0
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -54,10 +56,13 @@ async def read_json(request: Request, limit: int, *, empty: bool = False) -> Any
         raise _too_large(limit)
     body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise _too_large(limit)
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise _too_large(limit)
+    except TimeoutError:
+        raise Problem(408, f"the body was not complete after {BODY_S:g} s", code="slow_body") from None
     except ClientDisconnect:
         raise bad("the client went away before its body was complete") from None
     if empty and not body.strip():

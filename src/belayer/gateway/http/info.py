@@ -120,7 +120,11 @@ async def _server_info(gateway: Gateway, request: Request) -> Response:
             "pp_size": 1,
             "version": versions().get("belayer", ""),
             "vllm_config": {
-                "model_config": {"model": gateway.upstream.model, "max_model_len": gateway.upstream.max_model_len},
+                "model_config": {
+                    "model": gateway.upstream.model,
+                    "max_model_len": gateway.upstream.max_model_len,
+                    "dtype": gateway.upstream.dtype,
+                },
                 "weight_transfer_config": None,
             },
         }

@@ -44,6 +44,7 @@ class ExternalServers:
         self._looking: asyncio.Task[None] | None = None
         known = [server for server in servers if server.model]
         self.model = known[0].model
+        self.dtype = ""
         self.max_model_len = min(server.max_model_len for server in known)
 
     @classmethod

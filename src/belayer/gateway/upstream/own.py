@@ -31,6 +31,7 @@ class OwnEngine:
         self.engine = engine
         self.model = str(config.model)
         self.max_model_len = config.max_model_len
+        self.dtype = f"torch.{config.dtype}"
         self._run = run
         self._folders = folders
         self._updating = asyncio.Lock()

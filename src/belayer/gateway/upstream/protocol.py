@@ -15,6 +15,8 @@ class Upstream(Protocol):
     model: str
     """What is served: a folder, or the name the servers give."""
     max_model_len: int
+    dtype: str
+    """Of the weights, as torch spells it; "" where that is not known."""
 
     @property
     def policy_version(self) -> int: ...
