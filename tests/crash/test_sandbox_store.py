@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from belayer.config import SandboxConfig
 from belayer.errors import StorageFull
 from belayer.ownership import RunLabel
 from belayer.ownership.reap import everything_labelled
-from belayer.sandbox import images, probe
+from belayer.sandbox import _btrfs, images, probe
 from belayer.sandbox.store import Store
 
 FULL = re.compile("No space left|quota exceeded")
@@ -215,3 +217,42 @@ def test_a_store_that_must_outlive_a_power_failure_has_write_barriers(tmp_path):
     finally:
         first.close()
     assert first.mount_point is not None and not os.path.ismount(first.mount_point)
+
+
+def test_quota_groups_of_deleted_subvolumes_are_removed():
+    """The kernel forgets those from which something lives on in a snapshot."""
+    store = Store.open(kind="btrfs")
+    root, copy = (store.root / f"{name}-{os.getpid()}" for name in ("root", "copy"))
+    try:
+        if not store.has_quota:
+            pytest.skip("this kernel has no simple quotas")
+
+        def gone() -> bool:
+            fd = os.open(store.root, os.O_RDONLY)
+            fcntl.ioctl(fd, 0x9408)  # BTRFS_IOC_SYNC: wakes the thread that takes deleted subvolumes apart
+            os.close(fd)
+            _btrfs.forget_deleted(store.root)
+            return not group.is_dir()
+
+        _btrfs.create_subvolume(root)
+        (root / "file").write_bytes(b"x" * 100_000)
+        number = _btrfs.subvolume_number(root)
+        group = _btrfs.quota_groups(store.root) / f"0_{number}"
+        assert group.is_dir() and not gone(), "a group in use was removed"
+        _btrfs.snapshot(root, copy, read_only=True)
+        _btrfs.delete_subvolume(root)
+        _wait(lambda: gone() or not _btrfs.subvolume_exists(store.root, number))
+        assert group.is_dir(), "the copy still holds what was written there"
+        _btrfs.delete_subvolume(copy)
+        _wait(gone)
+    finally:
+        for path in (root, copy):
+            _btrfs.delete_subvolume(path)
+        store.close()
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + 40
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -42,6 +42,10 @@ _SUBVOL_SETFLAGS = _write(26, 8)
 _QUOTA_CTL = 3 << 30 | 16 << 16 | 0x94 << 8 | 40
 _ENABLE_SIMPLE_QUOTA = 4
 _QGROUP_LIMIT = _read(43, 48)
+_QGROUP_CREATE = _write(42, 16)
+_TREE_SEARCH = 3 << 30 | 4096 << 16 | 0x94 << 8 | 17
+_SEARCH_KEY = struct.Struct("<7Q4I32x")  # tree, objectid, offset and transaction from and to, type from and to, most
+_ROOT_TREE, _ROOT_ITEM = 1, 132
 _LIMIT_REFERENCED = 1
 _FS_INFO_SIZE = 1024
 _FS_INFO = _read(31, _FS_INFO_SIZE)
@@ -173,16 +177,55 @@ def limit(subvolume: Path, size: int) -> None:
     _ioctl(subvolume, _QGROUP_LIMIT, ctypes.create_string_buffer(packed, 48))
 
 
+def forget_deleted(root: Path) -> int:
+    """Remove the quota groups of subvolumes that are gone; returns how many. Raises `OSError`.
+
+    The kernel keeps the group of a deleted subvolume as long as a snapshot holds something that was written in it, and
+    does not come back to it afterwards.
+    """
+    groups, removed = quota_groups(root), 0
+    for name in os.listdir(groups) if groups.is_dir() else []:
+        level, _, number = name.partition("_")
+        if level != "0" or not number.isdigit() or int(number) < SUBVOLUME_INODE or subvolume_exists(root, int(number)):
+            continue
+        try:
+            if int((groups / name / "referenced").read_text()) == 0:
+                _ioctl(root, _QGROUP_CREATE, ctypes.create_string_buffer(struct.pack("<QQ", 0, int(number)), 16))
+                removed += 1
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EBUSY, errno.EINVAL):  # gone, or in use after all
+                raise
+    return removed
+
+
+def subvolume_exists(root: Path, subvolume: int) -> bool:
+    """Is there a subvolume of this number? One that is deleted and not yet taken apart counts."""
+    most = (1 << 64) - 1
+    key = (_ROOT_TREE, subvolume, subvolume, 0, most, 0, most, _ROOT_ITEM, _ROOT_ITEM, 1, 0)
+    search = ctypes.create_string_buffer(_SEARCH_KEY.pack(*key), 4096)
+    _ioctl(root, _TREE_SEARCH, search)
+    return _SEARCH_KEY.unpack_from(search.raw)[9] > 0
+
+
+def subvolume_number(path: Path) -> int:
+    """The number of the subvolume at `path`."""
+    info = ctypes.create_string_buffer(_SUBVOL_INFO_SIZE)
+    _ioctl(path, _GET_SUBVOL_INFO, info)
+    return struct.unpack_from("<Q", info.raw)[0]
+
+
+def quota_groups(path: Path) -> Path:
+    """Where the kernel shows the quota groups of the file system of `path`."""
+    host = ctypes.create_string_buffer(_FS_INFO_SIZE)
+    _ioctl(path, _FS_INFO, host)
+    return Path(f"/sys/fs/btrfs/{uuid.UUID(bytes=host.raw[16:32])}/qgroups")
+
+
 def quota_left(subvolume: Path) -> int | None:
     """Bytes that may still be written in a limited subvolume, None when it is not limited. Raises `OSError`."""
     if not is_btrfs(subvolume):
         return None
-    info, host = ctypes.create_string_buffer(_SUBVOL_INFO_SIZE), ctypes.create_string_buffer(_FS_INFO_SIZE)
-    _ioctl(subvolume, _GET_SUBVOL_INFO, info)
-    _ioctl(subvolume, _FS_INFO, host)
-    number = struct.unpack_from("<Q", info.raw)[0]
-    file_system = uuid.UUID(bytes=host.raw[16:32])
-    group = Path(f"/sys/fs/btrfs/{file_system}/qgroups/0_{number}")
+    group = quota_groups(subvolume) / f"0_{subvolume_number(subvolume)}"
     try:
         limit = int((group / "max_referenced").read_text())
         # written and not yet on its way to the disk: it is promised already

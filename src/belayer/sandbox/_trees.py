@@ -18,6 +18,8 @@ from belayer.sandbox import _btrfs
 
 StoreKind = Literal["btrfs", "overlay"]
 
+COLLECT_EVERY = 200  # removed roots
+
 
 @dataclass(frozen=True)
 class Root:
@@ -99,6 +101,7 @@ class BtrfsTrees:
 
     def __init__(self, store: Path) -> None:
         self._store = store
+        self._removed = 0
 
     def make_image(self, path: Path) -> Path:
         _btrfs.create_subvolume(path)
@@ -119,6 +122,10 @@ class BtrfsTrees:
 
     def remove_root(self, root: Root) -> None:
         remove_tree(root.home)
+        self._removed += 1
+        if self._removed % COLLECT_EVERY == 0:
+            with suppress(OSError):  # the next opening does it
+                self.collect()
 
     def snapshot(self, root: Root, target: Path) -> None:
         _btrfs.snapshot(root.path, target, read_only=True)
@@ -139,7 +146,8 @@ class BtrfsTrees:
         _btrfs.sync(self._store)
 
     def collect(self) -> list[str]:
-        return []
+        found = _btrfs.forget_deleted(self._store)
+        return [f"quota groups of {found} deleted subvolumes"] if found else []
 
 
 def remove_tree(path: Path) -> None:
