@@ -91,6 +91,6 @@ SHADOW_STATE = "engine.shadow"  # pid, state (starting, ready, promoted, dead, n
 WEIGHTS_COMMITTED = "engine.weights"  # epoch, policy_version, digest, wall_s
 OWNER_STATE = "engine.owner"  # pid, state
 KV_ADOPTED = "engine.adopted"  # generation, blocks, tokens, refused
-# state (restored, refused, none, building, built), key, reason; restore_s, ready_s, pid; nbytes, phases
+# state (restored, doubted, refused, none, building, built), key, reason; restore_s, ready_s, pid; nbytes, phases
 ENGINE_IMAGE = "engine.image"
 STALE_DROPPED = "engine.stale_dropped"  # generation, count

@@ -66,6 +66,7 @@ class Depot:
         self.why_not = "" if config.images else "engine.images is off"
         """Why this engine will never start a worker from an image; empty: it may."""
         self._restores = 0
+        self._doubted = False  # the last worker restored from it failed
         self._timer: asyncio.TimerHandle | None = None
         self._builder: Child | None = None
         self._builds = 0
@@ -128,10 +129,17 @@ class Depot:
                 raise
             first = f"it was not ready within {self._config.start_timeout_s:g} s"
         if isinstance(first, Ready):
+            self._doubted = False
             self._say("restored", restore_s=restored - began, ready_s=loop.time() - began, pid=link.child.pid)
             return link, first
         await link.fence(_FENCE_S)
-        await self._refuse(image, f"a worker restored from it failed: {first}")
+        why = f"a worker restored from it failed: {first}"
+        if self._doubted:
+            await self._refuse(image, why)
+        else:
+            # it may have been killed, or its owner: only a second failure in a row is the image's
+            self._doubted = True
+            self._say("doubted", reason=why)
         return None
 
     async def _refuse(self, image: Image, why: str) -> None:
