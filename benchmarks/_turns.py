@@ -24,7 +24,7 @@ from belayer.sandbox import ExecResult, Sandbox
 
 TURN = (1.74, 1.10)
 TOOL = (-1.2, 2.85)
-TOOL_LIMIT_S = 60.0
+TOOL_LIMIT_S = 30.0
 HELD_BYTES = 48 << 20  # of the background process
 WRITTEN = (64 << 10, 1 << 20)  # bytes of a tool call: at least, and more for each unscaled second
 WRITTEN_LIMIT = 8 << 20
