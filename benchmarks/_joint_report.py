@@ -85,6 +85,7 @@ def result_of(saved: Saved, wanted: int, *, quick: bool) -> dict[str, Any]:
         "pairs_never_struck": never,
         "rounds": saved.rounds,
         "drivers": saved.sessions,
+        "drivers_not_started": saved.unstarted,
         "rollouts": len(saved.struck),
         "restores": saved.restores,
         "truncations": saved.truncations,
@@ -126,7 +127,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     console.print(
         f"{result['injected']} faults (seed {result['seed']}) in {result['wall_s']:.0f} s, {result['pairs_struck']} of "
-        f"{result['pairs']} pairs of failpoint and kind; {result['rounds']} rounds, {result['drivers']} drivers, "
+        f"{result['pairs']} pairs of failpoint and kind; {result['rounds']} rounds, {result['drivers']} drivers "
+        f"({len(result['drivers_not_started'])} of them could not start their engine in time), "
         f"{result['restores']} environments restored, {result['truncations']} contexts cut"
     )
     found = result["compared"]
