@@ -8,6 +8,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.test_observe_report import odd_events
 
 from belayer import events as ev
 from belayer.config import ObserveConfig
@@ -129,6 +132,13 @@ def test_labels_stay_bounded_whatever_the_events_say() -> None:
     mine = {key: value for key, value in found.items() if key.startswith("belayer_faults_detected_total")}
     assert len(mine) == 33
     assert mine["belayer_faults_detected_total{fault=other}"] == 468
+    page_of(Event(kind=ev.RECOVERED, data={"what": "\ud800", "how": 'a"b\n', "phases": {"\udfff_s": 1.0}}))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(odd_events, max_size=25))
+def test_no_event_breaks_the_page_or_the_run(events: list[Event]) -> None:
+    page_of(*events)
 
 
 def test_names_follow_the_conventions() -> None:

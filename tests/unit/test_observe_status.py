@@ -7,10 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.test_observe_report import odd_events
 
 from belayer import events as ev
 from belayer.cli.status import status_command
@@ -163,6 +168,16 @@ def test_a_damaged_description_is_said(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("[1")
     with pytest.raises(RunError, match="damaged"):
         RunReader(tmp_path)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(odd_events, max_size=25))
+def test_no_event_breaks_the_status(events: list[Event]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "run.json").write_text("{}")
+        lines = [msgspec.json.encode(event) for event in events]
+        (Path(folder) / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+        msgspec.json.encode(RunReader(Path(folder)).status())
 
 
 def test_no_run_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ class RunMetrics:
         return family.labels(**{key: self._bounded(f"{name}/{key}", value) for key, value in labels.items()})
 
     def _bounded(self, key: str, value: str) -> str:
+        value = value.encode("utf-8", "replace").decode()  # a lone surrogate would break the whole page
         seen = self._labels.setdefault(key, set())
         if value not in seen:
             if len(seen) >= _VALUES:

@@ -20,7 +20,7 @@ from belayer.events import Event
 from belayer.journal import read_histories
 from belayer.observe._clock import RunClock
 from belayer.observe._live_state import LiveFeed, LiveState
-from belayer.observe._values import quantile
+from belayer.observe._values import quantile, whole
 from belayer.observe.metrics import MetricsTail
 from belayer.run_directory import driver_of
 
@@ -156,7 +156,7 @@ class RunReader:
             self._announced = True
         elif kind == ev.ROLLOUT_STARTED:
             self._counts.started += 1
-            self._open[subject] = InFlight(rollout=subject, attempt=int(event.data.get("attempt") or 0))
+            self._open[subject] = InFlight(rollout=subject, attempt=whole(event.data, "attempt") or 0)
             self._times[subject] = (event.at, event.at)
         elif kind in (ev.ROLLOUT_FINISHED, ev.ROLLOUT_FAILED):
             self._open.pop(subject, None)
@@ -179,7 +179,7 @@ class RunReader:
             rollout.turns += 1
             rollout.last = f"turn of {data.get('tokens', '?')} tokens"
         elif event.kind == ev.EXEC:
-            rollout.actions = max(rollout.actions, int(data.get("action") or 0))
+            rollout.actions = max(rollout.actions, whole(data, "action") or 0)
             rollout.last = f"action {data.get('action', '?')}"
         elif event.kind == ev.CHECKPOINT:
             rollout.last = f"checkpoint after action {data.get('action', '?')}"
