@@ -155,6 +155,7 @@ def lanes_figure(run: History) -> Figure:
         ("exposed", "checkpoint, waited for"),
         ("fault", "fault"),
         ("how-restore", "sandbox restored"),
+        ("how-other", "sandbox made anew"),
         ("how-promotion", "shadow promoted"),
     )
     title = f"Step {step}: {len(rollouts)} rollouts over {duration(length)}"
