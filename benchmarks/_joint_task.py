@@ -19,7 +19,7 @@ from belayer import Rollout
 VOCABULARY = 1000
 MOST_TURNS = 6
 FICKLE = 4  # one task in so many is not reproducible
-COMMAND_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 25.0  # a command takes milliseconds; a frozen sandbox is noticed after so long
 
 _COMMANDS = (
     "n=$((n * 31 + {a})); echo $n",
