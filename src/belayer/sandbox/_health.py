@@ -9,10 +9,18 @@ sees the same, and calls `accept`).
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from belayer.sandbox._place import Place
+    from belayer.sandbox.images import Image
 
 _DEEP = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "dev")
 _FLAT = ("", "proc", "root", "run", "tmp", "var", "home", "opt", "srv")  # only that they are there
@@ -100,3 +108,14 @@ def damage(before: Fingerprint, now: Fingerprint) -> str | None:
     return (
         f"system folders were damaged: {', '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}"
     )
+
+
+@asynccontextmanager
+async def looked_at(place: Place, image: Image) -> AsyncIterator[asyncio.Task[Fingerprint]]:
+    """Meanwhile look at the new root's folders: what the sandbox's watch compares with."""
+    watched = folders_to_watch(image.path, image.digest)
+    look = asyncio.create_task(asyncio.to_thread(fingerprint, place.root, watched, place.tree.upper))
+    try:
+        yield look
+    finally:
+        await asyncio.wait([look])  # before the root may be removed

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from belayer import events as names
 from belayer.checkpoint.manifest import Manifest, ProcessState
 from belayer.config import SandboxConfig
-from belayer.errors import CheckpointDamaged, RestoreFailed, SandboxError, SandboxLost, SandboxUnavailable, StorageFull
+from belayer.errors import RestoreFailed, SandboxError, SandboxUnavailable
 from belayer.events import Event, EventSink, ignore
 from belayer.faults import failpoints
 from belayer.ownership import RunLabel
-from belayer.sandbox import _cgroup, _data, _health, _identity, criu, images, podman
+from belayer.sandbox import _cgroup, _data, _forks, _health, _restores, criu, images, podman
 from belayer.sandbox._checkpoints import Checkpoints
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._levels import Levels, restored_from
@@ -61,7 +60,7 @@ class Sandboxes:
         self.label = label
         self.store = store
         self._places = places
-        self._sink = sink
+        self.sink = sink
         self._closed = False
         self._chores: set[asyncio.Task[None]] = set()
         self._sandboxes: dict[str, Sandbox] = {}
@@ -70,11 +69,11 @@ class Sandboxes:
         self._keeper = self._start_keeper()
         limits = places.limits if config.runtime == "native" else None  # podman makes its own cgroups
         self._slots = Slots(label.name, lambda: self._keeper, limits=limits)
-        self._restoring = 0
-        self._runtime = _runtime_of(config, label, lambda: self._keeper)
+        self.restoring = 0  # removals wait for them
+        self.runtime = _runtime_of(config, label, lambda: self._keeper)
         self.checkpoints = Checkpoints(
             data,
-            self._runtime,
+            self.runtime,
             config,
             self._chore,
             durable=durable,
@@ -133,14 +132,14 @@ class Sandboxes:
         Raises `ImageError`, `StorageFull`, `SandboxUnavailable`.
         """
         found = images.find(self.store, image or self.config.image)
-        async with self._lock(name), self._new_place(name, found.path) as (place, slot):
-            await self._retire_name(name)
+        async with self.lock_of(name), self.new_place(name, found.path) as (place, slot):
+            await self.retire_name(name)
             place.environment = found.environment
             # looked at before anything runs: what happens to its folders from here on is damage
-            async with _looked_at(place, found) as look:
+            async with _health.looked_at(place, found) as look:
                 failpoints.hit("sandbox.create.place", name)
-                pid = await self._runtime.create(place, slot)
-            sandbox = await self._activate(name, place, pid, found, baseline=look.result())
+                pid = await self.runtime.create(place, slot)
+            sandbox = await self.activate(name, place, pid, found, baseline=look.result())
             failpoints.hit("sandbox.create.answered", name)
             return sandbox
 
@@ -151,81 +150,7 @@ class Sandboxes:
         activated), `StorageFull`.
         """
         with self.checkpoints.pinned(checkpoint_id), self.checkpoints.writer.foreground():
-            return await self._restore_pinned(name, checkpoint_id)
-
-    @contextmanager
-    def _no_removals(self) -> Iterator[None]:
-        self._restoring += 1
-        try:
-            yield
-        finally:
-            self._restoring -= 1
-
-    async def _restore_pinned(self, name: str, checkpoint_id: str) -> Sandbox:
-        try:
-            with self._no_removals():
-                return await self._restore(name, checkpoint_id)
-        except StorageFull:
-            if name not in self._sandboxes:
-                raise
-        # the container that is to be replaced may itself be what fills the store: remove it, and wait for its space
-        await self.retire(self._sandboxes[name])
-        deadline = time.monotonic() + FREE_SPACE_TIMEOUT_S
-        while True:
-            await asyncio.gather(*self._chores, return_exceptions=True)
-            await asyncio.to_thread(self.store.trees.settle)
-            try:
-                return await self._restore(name, checkpoint_id)
-            except StorageFull:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.2)
-
-    async def _restore(self, name: str, checkpoint_id: str) -> Sandbox:
-        manifest = self.checkpoints.load(checkpoint_id)
-        async with self._lock(name):
-            # a sandbox refuses generations below the newest it has seen, also one that is restored under a new name
-            self._generations[name] = max(self._generations.get(name, 0), manifest.generation)
-            clock = _Clock()
-            # reading the images takes as long as making the root: side by side
-            checked = asyncio.create_task(asyncio.to_thread(self.checkpoints.verify, manifest))
-            try:
-                async with self._new_place(name, self.checkpoints.data.snapshots / manifest.id) as (place, slot):
-                    clock.lap("root_s")
-                    folder = await checked
-                    clock.lap("verify_s")
-                    await self._retire_name(name)
-                    clock.lap("kill_s")
-                    image = images.of_checkpoint(self.store, manifest.image, manifest.image_digest)
-                    async with _looked_at(place, image) as look:
-                        failpoints.hit("restore.place", name)
-                        if manifest.level == "full":
-                            pid = await self._runtime.restore(place, images=folder, slot=slot)
-                        else:
-                            place.environment = image.environment
-                            pid = await self._runtime.create(place, slot)
-                    clock.lap("criu_s")
-                    failpoints.hit("restore.processes", name)
-                    baseline = look.result()
-                    sandbox = await self._activate(name, place, pid, image, manifest, folder, baseline)
-            except SandboxLost as error:
-                raise RestoreFailed(f"the restored sandbox {name} does not answer: {error.what}") from error
-            except FileNotFoundError as error:
-                # no root could be made: the check says which half of the checkpoint is missing
-                checked_error = (await asyncio.gather(checked, return_exceptions=True))[0]
-                raise (checked_error if isinstance(checked_error, CheckpointDamaged) else error) from None
-            finally:
-                await asyncio.wait([checked])
-            if sandbox.hostname != HOSTNAME and manifest.level != "full":
-                await sandbox.rename(sandbox.hostname)  # a fork's own; it is in the process images, and there are none
-            clock.lap("answer_s")
-            failpoints.hit("restore.answered", name)
-            sandbox.restore_phases = clock.laps
-            found = sandbox.restored
-            if found is not None and not found.complete:
-                data = {"id": found.checkpoint, "level": found.level, "reason": found.reason, "lost": list(found.lost)}
-                self._sink(Event(kind=names.RESTORE_LEVEL, subject=name, data=data))
-            return sandbox
+            return await _restores.restore(self, name, checkpoint_id)
 
     async def fork(self, sandbox: Sandbox, n: int) -> list[Sandbox]:
         """`n` sandboxes that go on from the state of `sandbox`: one checkpoint, restored n times.
@@ -233,25 +158,7 @@ class Sandboxes:
         Each has a host name, a network and a seed of its own and was told so; see `_identity`. Either all are made or
         none: raises as `restore` does, and `SandboxError` when a hook in one of them fails.
         """
-        manifest = await sandbox.checkpoint(action=0, rollout="fork")
-        tag = secrets.token_hex(3)
-
-        async def fork(number: int) -> Sandbox:
-            made = await self.restore(f"{sandbox.name}-{tag}-{number - 1}", manifest.id)
-            await made.rename(_identity.fork_hostname(sandbox.hostname, number))
-            await _identity.tell_fork(made, number, n, manifest.id)
-            return made
-
-        forks = [fork(number) for number in range(1, n + 1)]
-        with self.checkpoints.pinned(manifest.id):
-            done = await asyncio.gather(*forks, return_exceptions=True)
-        failed = next((item for item in done if isinstance(item, BaseException)), None)
-        if failed is not None:
-            for number in range(n):
-                await self.discard(f"{sandbox.name}-{tag}-{number}")
-            raise failed
-        made = [item for item in done if isinstance(item, Sandbox)]
-        return made
+        return await _forks.fork(self, sandbox, n)
 
     def manifests(self, name: str) -> list[Manifest]:
         """Published checkpoints of a sandbox, oldest first."""
@@ -261,6 +168,10 @@ class Sandboxes:
         """The newest published checkpoint of a sandbox."""
         found = self.checkpoints.of(name)
         return found[-1] if found else None
+
+    def running(self, name: str) -> Sandbox | None:
+        """The sandbox of that name, if one is held just now."""
+        return self._sandboxes.get(name)
 
     @property
     def keeper(self) -> Keeper:
@@ -278,8 +189,8 @@ class Sandboxes:
 
     async def discard(self, name: str) -> None:
         """Remove a sandbox and all its checkpoints."""
-        async with self._lock(name):
-            await self._retire_name(name)
+        async with self.lock_of(name):
+            await self.retire_name(name)
             await self.checkpoints.forget(name)
         self._locks.pop(name, None)
 
@@ -300,7 +211,7 @@ class Sandboxes:
         # nobody else uses it, so it goes when nothing of ours is in the store any more
         for step in (
             self._slots.close,
-            self._runtime.close,
+            self.runtime.close,
             lambda: asyncio.to_thread(self._places.remove),
             lambda: asyncio.to_thread(self.checkpoints.drain),
             self._close_data,
@@ -318,7 +229,7 @@ class Sandboxes:
     async def _close_data(self) -> None:
         for how in await asyncio.to_thread(self.checkpoints.data.close):
             data = {"fault": "checkpoint", "how": how}
-            self._sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
+            self.sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
 
     async def retire(self, sandbox: Sandbox) -> None:
         """Kill one container now; its remains are removed in the background. Its checkpoints stay."""
@@ -334,13 +245,13 @@ class Sandboxes:
     async def _remove_later(self, place: Place) -> None:
         """Not beside a restore: what it waits for is what the removal keeps busy."""
         end = time.monotonic() + REMOVAL_WAITS_S
-        while self._restoring and not self._closed and time.monotonic() < end:
+        while self.restoring and not self._closed and time.monotonic() < end:
             await asyncio.sleep(0.02)
         await self._tried(self._remove, place)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- for `_restores`, and inside -----------------------------------------------------------------------------------
     @asynccontextmanager
-    async def _new_place(self, name: str, source: Path) -> AsyncIterator[tuple[Place, Slot]]:
+    async def new_place(self, name: str, source: Path) -> AsyncIterator[tuple[Place, Slot]]:
         """The place of the next generation of `name` and a slot for it.
 
         When the body fails or is cancelled, whatever was made in that place is killed and removed.
@@ -381,10 +292,10 @@ class Sandboxes:
 
     def _remove(self, place: Place) -> None:
         place.cgroup.kill()
-        self._runtime.remove(place)
+        self.runtime.remove(place)
         place.remove()
 
-    async def _activate(
+    async def activate(
         self,
         name: str,
         place: Place,
@@ -429,7 +340,7 @@ class Sandboxes:
         return sandbox
 
     def _tell_running(self) -> None:
-        self._sink(Event(kind=names.SANDBOXES_RUNNING, data={"count": len(self._sandboxes)}))
+        self.sink(Event(kind=names.SANDBOXES_RUNNING, data={"count": len(self._sandboxes)}))
 
     def _settle_in(self, place: Place, image: Image) -> None:
         place.protect_agent()
@@ -437,7 +348,7 @@ class Sandboxes:
             place.cgroup.limit_cpu(self.config.cpus)
         _health.folders_to_watch(image.path, image.digest)  # kept for all sandboxes of this image
 
-    async def _retire_name(self, name: str) -> None:
+    async def retire_name(self, name: str) -> None:
         current = self._sandboxes.get(name)
         if current is not None:
             await self.retire(current)
@@ -458,7 +369,7 @@ class Sandboxes:
         """Without it nobody would kill the containers if this process died too: they end now and count as lost."""
         if self._closed:
             return
-        self._sink(
+        self.sink(
             Event(kind=names.FAULT_DETECTED, subject="sandbox", data={"fault": "keeper", "how": "the keeper died"})
         )
         for sandbox in self._sandboxes.values():
@@ -475,14 +386,18 @@ class Sandboxes:
         except OSError as error:
             # a leftover is found again by its label; it must not fail a rollout that is already over
             data = {"fault": "clean-up", "how": str(error)}
-            self._sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
+            self.sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
+
+    async def chores_done(self) -> None:
+        """Wait for what is being removed just now."""
+        await asyncio.gather(*self._chores, return_exceptions=True)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
 
-    def _lock(self, name: str) -> asyncio.Lock:
+    def lock_of(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
 
@@ -490,27 +405,3 @@ def _runtime_of(config: SandboxConfig, label: RunLabel, keeper: Callable[[], Kee
     if config.runtime == "podman":
         return podman.PodmanRuntime(keeper, label)
     return NativeRuntime(keeper)
-
-
-@asynccontextmanager
-async def _looked_at(place: Place, image: Image) -> AsyncIterator[asyncio.Task[_health.Fingerprint]]:
-    """Meanwhile look at the new root's folders: what the sandbox's watch compares with."""
-    watched = _health.folders_to_watch(image.path, image.digest)
-    look = asyncio.create_task(asyncio.to_thread(_health.fingerprint, place.root, watched, place.tree.upper))
-    try:
-        yield look
-    finally:
-        await asyncio.wait([look])  # before the root may be removed
-
-
-class _Clock:
-    """Seconds from one step to the next."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now
