@@ -47,6 +47,31 @@ def test_harbor_trial_with_the_oracle_is_rewarded_after_a_kill(tmp_path):
     assert [result["exception_info"] for result in results] == [None]
 
 
+def test_a_verifiers_rollout_is_scored_as_if_nothing_had_died(tmp_path):
+    python = harness_python("verifiers", "verifiers")
+    commands = ["echo a >> /work/log; touch /work/begun-verifiers; sleep 1", "cd /work; echo $((19+23)) > sum; cat log"]
+    model = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests/contract/adapter_model.py"), *commands], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert model.stdout is not None
+        url = model.stdout.readline().strip()
+        said, struck = run_struck(
+            [python, str(ROOT / "examples/verifiers_rollout.py"), url, "scripted"],
+            tmp_path,
+            "/work/begun-verifiers",
+            OPENAI_API_KEY="none",
+        )
+    finally:
+        model.kill()
+        model.communicate()
+    assert struck and "errors [] reward 1.0" in said, said
+    history = only_history(tmp_path)
+    assert history.restores == 1
+    seen = [call.result["exec"]["stdout"] for call in history.actions() if '"shell"' in call.asked]
+    assert seen == [b"", b"a\n"], "the first command has happened once"
+
+
 MINI_DIVERGES = """
 import os, signal
 from minisweagent.agents.default import DefaultAgent
@@ -92,7 +117,8 @@ for module in ("harbor", "minisweagent", "swerex", "verifiers", "verl"):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines() == [
-        f"next: pip install 'belayer[{extra}]'" for extra in ("harbor", "mini-swe-agent", "swe-rex", "verifiers", "verl")
+        f"next: pip install 'belayer[{extra}]'"
+        for extra in ("harbor", "mini-swe-agent", "swe-rex", "verifiers", "verl")
     ]
 
 
