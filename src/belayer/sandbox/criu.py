@@ -23,6 +23,7 @@ from pathlib import Path
 from belayer import protobuf as pb
 from belayer.errors import CheckpointRefused, CheckpointRefusedForNow, RestoreFailed, SandboxUnavailable
 from belayer.ownership import cache_dir
+from belayer.ownership.reap import live_labels
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._mend import mend_files
 
@@ -57,12 +58,13 @@ def find_criu() -> Path:
 
 
 def forget_kernel_features() -> None:
-    """Delete what our own build of CRIU remembers about the kernel; the next call finds it out again in 30 ms.
+    """Delete what our own build of CRIU remembers about the kernel, unless another run lives that needs it.
 
-    scripts/install_criu.sh builds it to remember that on a tmpfs. A system's CRIU keeps its own elsewhere.
+    The next call finds it out again in 30 ms. scripts/install_criu.sh builds CRIU to remember that on a tmpfs. A
+    system's CRIU keeps its own elsewhere.
     """
     with suppress(SandboxUnavailable):
-        if find_criu().is_relative_to(cache_dir()):
+        if len(live_labels()) <= 1 and find_criu().is_relative_to(cache_dir()):
             KERNEL_FEATURES.unlink(missing_ok=True)
 
 
