@@ -201,7 +201,8 @@ class RolloutFailed(BelayerError):
     """A rollout ended without a trajectory. `first` is the failure that started it."""
 
     def __init__(self, what: str, *, first: str, kept: str | None = None, next_step: str | None = None) -> None:
-        super().__init__(f"{what} (first failure: {first})", kept=kept, next_step=next_step)
+        # one that is raised because of another quotes it, and so has its first failure already
+        super().__init__(what if first in what else f"{what} (first failure: {first})", kept=kept, next_step=next_step)
         self.first = first
 
 

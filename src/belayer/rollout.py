@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from belayer import events
+from belayer._awaited import LastCall, noticed
 from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk, TokenSink
 from belayer.errors import BelayerError, RequestRefused, TurnRestarted
 from belayer.faults import failpoints
@@ -74,6 +75,7 @@ class RolloutSandbox:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
 
+    @noticed("sandbox.")
     async def exec(
         self,
         command: str | Sequence[str],
@@ -88,23 +90,28 @@ class RolloutSandbox:
         form = command if isinstance(command, str) else list(command)
         return await self._rollout._act(Exec(command=form, timeout_s=timeout_s, cwd=cwd, env=env, stdin=stdin))
 
+    @noticed("sandbox.")
     async def shell(self, command: str, *, timeout_s: float | None = None) -> ExecResult:
         """Run one command in the persistent shell: its directory, variables, functions and jobs stay."""
         return await self._rollout._act(Shell(command=command, timeout_s=timeout_s))
 
+    @noticed("sandbox.")
     async def read(self, path: str) -> bytes:
         """Content of a file. Raises `FileNotFoundError` and its like where the agent's environment has none."""
         return await self._rollout._file_call(Read(path=path))
 
+    @noticed("sandbox.")
     async def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
         """Write a file, whole. Raises `OSError` where the agent's environment does not let it be written."""
         await self._rollout._file_call(
             Write(path=path, data=data.encode() if isinstance(data, str) else data, mode=mode)
         )
 
+    @noticed("sandbox.")
     async def exists(self, path: str) -> bool:
         return await self._rollout._file_call(Exists(path=path))
 
+    @noticed("sandbox.")
     async def upload(self, host_path: str, path: str) -> None:
         """Copy one file of the host into the sandbox. Its content goes to the journal, to be replayed."""
         await self.write(path, host_file(host_path))
@@ -130,6 +137,7 @@ class Rollout:
         history = journal.history(rollout_id)
         assert history.started is not None
         self.id = rollout_id
+        self.last_call = LastCall(rollout_id)
         self.group = history.started.group
         self.attempt = history.attempt
         self.task: Any = history.started.task
@@ -150,6 +158,7 @@ class Rollout:
 
     # -- calls of the user's function -------------------------------------------------------------
 
+    @noticed()
     async def observe(self, tokens: Sequence[int] | str) -> list[int]:
         """Append a prompt or an observation to the context: token ids, or text if the run has a tokenizer."""
         ids = self._encode(tokens) if isinstance(tokens, str) else [int(token) for token in tokens]
@@ -161,6 +170,7 @@ class Rollout:
                 self._next += 1
             return ids
 
+    @noticed()
     async def generate(
         self,
         *,
@@ -229,7 +239,9 @@ class Rollout:
             return result
 
     def check_over(self) -> None:
-        """The function has returned: raises `ReplayDivergence` if the journal has calls that it did not make."""
+        """The function has returned. Raises `ReplayDivergence` if the journal has calls that it did not make, and
+        `RequestRefused` if its last call was never awaited."""
+        self.last_call.check("the function returned")
         if self._next < len(self._history.calls):
             raise diverged(self.id, self._next, self._history.calls, "end", "the function returned")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import time
 import traceback
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     import torch
 
 Solve = Callable[[Rollout], Awaitable[float]]
+RESUME = "`belayer resume` the run, or start your program again"
 
 
 class Run:
@@ -264,7 +266,7 @@ class Run:
                 f"{len(failures)} of {len(jobs)} rollouts failed{short}: {failures[0].what}",
                 first=failures[0].first,
                 kept="the journal, with every finished rollout",
-                next_step="repair the cause, then `belayer resume` the run",
+                next_step=failures[0].next_step or f"repair the cause, then {RESUME}",
             )
 
     async def _watch(self, running: list[asyncio.Task[None]], finished: asyncio.Queue[Trajectory | BaseException]):
@@ -373,11 +375,11 @@ class Run:
                 if history.agent_failures <= self.config.recovery.agent_retries:
                     continue
                 raise BudgetSpent(
-                    f"the function of rollout {rollout_id} raised {type(error).__name__}: {error} "
+                    f"the function of rollout {rollout_id} raised {type(error).__name__}: {_words(error)} "
                     f"({history.agent_failures} times; recovery.agent_retries = {self.config.recovery.agent_retries})",
                     first=_where(error),
                     kept="its journal",
-                    next_step="repair the function, then `belayer resume` the run",
+                    next_step=f"{_remedy(error)}; then {RESUME}",
                 ) from error
             failpoints.hit("rollout.returned", rollout_id)
             self.journal.record(r.RolloutFinished(rollout=rollout_id, attempt=history.attempt, reward=reward))
@@ -422,7 +424,10 @@ class Run:
                 )
                 self._rollouts[rollout_id] = rollout
                 try:
-                    reward = await solve(rollout)
+                    made = solve(rollout)
+                    if not inspect.isawaitable(made):
+                        raise TypeError("the rollout function must be an `async def`")
+                    reward = await made
                     if rollout.broken is not None:
                         raise rollout.broken
                     rollout.check_over()
@@ -514,12 +519,24 @@ def open_directory(path: Path, config: Config) -> RunDirectory:
 
 def _checked_reward(rollout_id: str, reward: Any) -> float:
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ValueError(f"rollout {rollout_id}: the function returned {reward!r} where a finite number must be")
+        raise ValueError(f"rollout {rollout_id}: the function returned {reward!r}; it must return float(reward)")
     return float(reward)
 
 
 def _where(error: BaseException) -> str:
-    """`file:line: message` of the innermost frame, for a one-line report."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """`file:line: message` of the innermost frame that is not Belayer's own, for a one-line report."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if not Path(frame.filename).is_relative_to(Path(__file__).parent)] or every
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
-    return f"{place}{type(error).__name__}: {error}"
+    return f"{place}{type(error).__name__}: {_words(error)}"
+
+
+def _remedy(error: Exception) -> str:
+    if "'coroutine' object" in str(error):
+        return "an `await` is missing in the function"
+    return getattr(error, "next_step", None) or "repair the function"
+
+
+def _words(error: BaseException) -> str:
+    """What happened; what to do is said once, at the end of the whole message."""
+    return error.what if isinstance(error, BelayerError) else str(error)

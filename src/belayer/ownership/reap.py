@@ -89,6 +89,8 @@ def _is_alive(label: str) -> bool:
         fd = os.open(RUNTIME_DIR / label / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return True  # another user's, to whom we leave the judgement
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
