@@ -29,7 +29,7 @@ def harness_python(name: str, module: str) -> str:
 
 
 def run_struck(
-    command: list[str], folder: Path, file: str, *, timeout_s: float = 120.0, **variables: str
+    command: list[str], folder: Path, file: str, *, timeout_s: float = 240.0, **variables: str
 ) -> tuple[str, bool]:
     """Run `command` in `folder`; when `file` appears in a sandbox, SIGKILL that sandbox's init, once.
 

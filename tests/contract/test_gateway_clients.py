@@ -423,6 +423,8 @@ def test_limits_have_their_status(served: Served, http: httpx.Client) -> None:
     assert http.get("/no/such/route").json()["error"]["type"] == "not_found_error"
     assert http.get("/v1/completions").status_code == 405
     assert http.get("/sessions/nobody").status_code == 404
+    sample, counted = {"prompt": PROMPT, "max_tokens": 30}, {"x-stainless-retry-count": "1"}
+    first = ask(http, "/sessions/twice/v1/completions", sample)["choices"][0]
     served.call(served.gateway.runner.pause("keep"))
     try:
         held = {"prompt": [PROMPT] * 24, "max_tokens": 2}
@@ -432,8 +434,15 @@ def test_limits_have_their_status(served: Served, http: httpx.Client) -> None:
                 waiting = asyncio.create_task(client.post("/v1/completions", json=held))
                 await asyncio.to_thread(wait_for, lambda: served.gateway.runner.running == 24)
                 refused = await client.post("/v1/completions", json={"prompt": PROMPT})
+                # two samples of one prompt: the second is turned away, and its retry is no repetition of the first
+                again = await client.post("/sessions/twice/v1/completions", json=sample)
+                assert again.status_code == 429
                 served._loop.call_soon_threadsafe(served.gateway.runner.resume)
                 assert (await waiting).status_code == 200
+                retried = await client.post("/sessions/twice/v1/completions", json=sample, headers=counted)
+                assert retried.status_code == 200 and retried.json()["choices"][0]["text"] != first["text"]
+                repeated = await client.post("/sessions/twice/v1/completions", json=sample, headers=counted)
+                assert repeated.json()["choices"] == retried.json()["choices"]
                 return refused
 
         refused = asyncio.run(main())

@@ -6,7 +6,7 @@
 
 and a column `agent_name` with the value `belayer_sandbox` in the data.
 
-verl generates with its own engines; each sample's tool calls act in one protected sandbox, through the tool `bash`. verl
+verl generates with its own engines; each sample acts in one protected sandbox, through the tool `bash`. verl
 makes a message for the model of every exception in a tool: what ends an environment is raised again after it, and ends
 the sample. Derive from the class for `prepare` and `reward`.
 
