@@ -90,6 +90,9 @@ if [ "$(cat .venv/.layer 2>/dev/null)" != "$layer" ] || ! .venv/bin/python -c 'i
 fi
 ok
 
+# -- packages of harnesses that only tests use: without them, these tests are skipped -----------------------------------
+scripts/install_harness.sh agents verifiers || echo "  Harnesses are not installed; their tests will be skipped."
+
 # -- CRIU, sandbox init, store, image --------------------------------------------------------------------------------------
 if [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; then
   if criu=$("${as_root[@]}" scripts/install_criu.sh 9>&-); then # not with the lock: CRIU refuses a process that holds one
