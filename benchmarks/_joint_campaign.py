@@ -9,14 +9,13 @@ undisturbed run, its journal is examined by `belayer.verify`, and the host is se
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,14 @@ from belayer.config import Config, SandboxConfig
 from belayer.engine.prebuild import build_image
 from belayer.errors import BelayerError
 from belayer.faults.joint_kinds import ENDS_DRIVER, JointFault, pairs, stream
-from belayer.journal import read_histories
-from belayer.ownership import RunLabel, labels
-from belayer.ownership.reap import everything_labelled, reap
+from belayer.ownership import RunLabel
+from belayer.ownership.reap import reap
 from belayer.sandbox.store import Store
-from belayer.verify import verify_run
 
+from ._joint_checks import check_deliveries, check_journal, check_leaks, check_round
 from ._joint_driver import DISK_FULL, FILLER, Spec
-from ._joint_task import COMMAND_TIMEOUT_S, Outcome
+from ._joint_record import Record, Saved, acknowledged_in, outcomes_in, read_log
+from ._joint_task import COMMAND_TIMEOUT_S
 from ._models import Model, folder
 
 DISK_MIB = 512
@@ -47,53 +46,9 @@ SESSIONS = 40  # of one round; a round that needs more makes no progress
 TRIES = 3  # rounds in which a failpoint may not be passed before its fault is given up
 HANDED = 160  # faults that one driver is given
 SAY_EVERY_S = 15.0
-GROWTH = {"fds": 16, "threads": 24, "mib": 400}
 ENDS = 4  # faults that end a driver, of which one gets the first chance that comes
 DURABLE_ONLY = "checkpoint.write."
 POLICIES = ("always", "always", "every-n", "always")
-
-
-class Record(msgspec.Struct):
-    """What became of one fault. `survived`: everything that it could have hurt came out right."""
-
-    index: int
-    point: str
-    kind: str
-    injected: bool = False
-    survived: bool = True
-    why: str = ""
-    rollout: str = ""
-    round: int = 0
-
-
-class Saved(msgspec.Struct):
-    """Everything that a campaign has found out so far."""
-
-    seed: int
-    rollouts: int
-    calm: list[Outcome] = []
-    struck: list[Outcome] = []
-    records: list[Record] = []
-    pending: list[JointFault] = []
-    tries: dict[int, int] = {}
-    drawn: int = 0
-    rounds: int = 0
-    sessions: int = 0
-    restores: int = 0
-    truncations: int = 0
-    verified: int = 0
-    unstarted: list[str] = []
-    found: dict[str, int] = {}
-    details: list[str] = []
-    wall_s: float = 0.0
-
-    def count(self, what: str, detail: str, number: int = 1) -> None:
-        self.found[what] = self.found.get(what, 0) + number
-        self.details.append(f"{what}: {detail}")
-
-    @property
-    def injected(self) -> int:
-        return sum(record.injected for record in self.records)
 
 
 class Campaign:
@@ -191,11 +146,8 @@ class Campaign:
         code, text = self._session(run, self._config(-1), [], label)
         if code != 0:
             raise BelayerError(f"the undisturbed run failed ({code}): {text[-2000:]}")
-        self.saved.calm = _outcomes(_read_log(_beside(run, ".log")))
-        self._check_journal(run, -1)
-        if os.environ.get("E_DEBUG"):
-            shutil.copy(_beside(run, ".log"), "/tmp/e/calm.log")
-            shutil.copytree(run / "journal", "/tmp/e/calm-journal", dirs_exist_ok=True)
+        self.saved.calm = outcomes_in(read_log(_beside(run, ".log")))
+        check_journal(self.saved, run, -1)
         shutil.rmtree(run)
 
     def _prepare(self, label: RunLabel) -> None:
@@ -223,11 +175,11 @@ class Campaign:
                 self.saved.drawn += 1
             handed = self._hand_out(waiting, durable=durable(number))
             code, text = self._session(run, config, handed, label)
-            entries = _read_log(log)
+            entries = read_log(log)
             fresh, seen = entries[seen:], len(entries)
             struck += self._take(fresh, handed, waiting, missed, number)
-            self._check_deliveries(fresh, known, number)
-            known = _acknowledged(run)
+            check_deliveries(self.saved, fresh, known, number)
+            known = acknowledged_in(run)
             (disk / FILLER).unlink(missing_ok=True)
             self._progress(struck)
             if code == 0:
@@ -246,8 +198,8 @@ class Campaign:
         else:
             failed = f"round {number} was not over after {SESSIONS} drivers"
             self.saved.count("failed", failed)
-        wrong = self._check(run, number, log)
-        self._leaks(run, log, store, number)
+        wrong = check_round(self.saved, run, number, log)
+        check_leaks(self.saved, run, log, store, number)
         for record in struck:
             record.survived = not failed and record.rollout not in wrong and not (wrong and not record.rollout)
         self.saved.records += struck
@@ -292,14 +244,14 @@ class Campaign:
 
     def _watch(self, driver: subprocess.Popen[bytes], run: Path, log: Path) -> int:
         """Wait for its end; a driver in which nothing happens for `SILENT_S` hangs, and is killed."""
-        before, begun = len(_read_log(log)), False
+        before, begun = len(read_log(log)), False
         last, since = -1, time.monotonic()
         while True:
             try:
                 return driver.wait(0.2)
             except subprocess.TimeoutExpired:
                 pass
-            begun = begun or any(entry["what"] == "ready" for entry in _read_log(log)[before:])
+            begun = begun or any(entry["what"] == "ready" for entry in read_log(log)[before:])
             now = _size(log) + sum(_size(path) for path in (run / "journal").glob("*.seg"))
             if now != last:
                 last, since = now, time.monotonic()
@@ -366,95 +318,6 @@ class Campaign:
                 self.saved.count("hung", entry["why"])
         return struck
 
-    def _check_deliveries(self, entries: list[dict[str, Any]], known: set[str], number: int) -> None:
-        """Nothing that the journal had as acknowledged comes again, neither in this driver nor in a later one."""
-        over = set(known)
-        for entry in entries:
-            if entry["what"] == "acknowledged":
-                over.add(entry["rollout"])
-            elif entry["what"] == "delivered" and entry["outcome"]["rollout"] in over:
-                self.saved.count("duplicated", f"round {number}: {entry['outcome']['rollout']}")
-
-    def _check(self, run: Path, number: int, log: Path) -> set[str]:
-        """Rollouts of a round that came out wrong."""
-        wrong = self._check_journal(run, number)
-        calm = {each.rollout: each for each in self.saved.calm}
-        given: dict[str, Outcome] = {}
-        for entry in _read_log(log):
-            if entry["what"] != "delivered":
-                continue
-            outcome = msgspec.convert(entry["outcome"], Outcome)
-            before = given.setdefault(outcome.rollout, outcome)
-            if before != outcome:
-                self.saved.count("changed", f"round {number}: {outcome.rollout} was handed over as two trajectories")
-                wrong.add(outcome.rollout)
-        for name, undisturbed in calm.items():
-            outcome = given.get(name)
-            if outcome is None:
-                self.saved.count("lost", f"round {number}: {name}")
-                wrong.add(name)
-                continue
-            self.saved.struck.append(outcome)
-            if not outcome.fickle and (outcome.digest, outcome.reward) != (undisturbed.digest, undisturbed.reward):
-                self.saved.count(
-                    "changed",
-                    f"round {number}: {name} has reward {outcome.reward} and {outcome.tokens} tokens, "
-                    f"undisturbed {undisturbed.reward} and {undisturbed.tokens}",
-                )
-                wrong.add(name)
-        return wrong
-
-    def _check_journal(self, run: Path, number: int) -> set[str]:
-        wrong: set[str] = set()
-        try:
-            verdict = verify_run(run)
-            histories = read_histories(run / "journal")
-        except BelayerError as error:
-            self.saved.count("inconsistent", f"round {number}: {error.what}")
-            return wrong
-        self.saved.verified += verdict.rollouts
-        for finding in verdict.findings:
-            self.saved.count("inconsistent", f"round {number}: {finding.rollout}: {finding.what}")
-            wrong.add(finding.rollout)
-        for name, history in histories.items():
-            self.saved.restores += history.restores
-            self.saved.truncations += history.truncations
-            if not history.acknowledged:
-                reasons = "; ".join(reason for _, _, reason in history.failures) or "unfinished"
-                self.saved.count("not_acknowledged", f"round {number}: {name}: {reasons}")
-                wrong.add(name)
-        return wrong
-
-    def _leaks(self, run: Path, log: Path, store: Store, number: int) -> None:
-        """Everything of this round's drivers must be gone from the host, also what the killed ones had made."""
-        entries = _read_log(log)
-        if os.environ.get("E_DEBUG"):
-            shutil.copy(log, f"/tmp/e/{run.name}.log")
-            shutil.copy(_beside(run, ".out"), f"/tmp/e/{run.name}.out")
-        mine = {entry["label"] for entry in entries if entry["what"] == "opened"}
-        left: list[str] = []
-        for _ in range(20):
-            left = [str(thing) for thing in everything_labelled() if thing.label in mine]
-            left += [str(path) for name in mine if (path := store.root / "runs" / name).exists()]
-            if not left:
-                break
-            time.sleep(0.1)
-        run_id = run / "checkpoints" / "run_id"
-        if run_id.is_file():
-            name = run_id.read_text().strip()
-            places = (labels.SHM_DIR / f"data-{name}", store.root / "runs-data" / name)
-            left += [str(path) for path in places if path.exists()]
-        left += [str(path) for path in (run / "checkpoints").glob("*.json")]
-        for thing in left:
-            self.saved.count("leaked", f"round {number}: {thing}")
-        opened = [entry for entry in entries if entry["what"] == "opened"]
-        done = [entry for entry in entries if entry["what"] == "done"]
-        if opened and done:
-            for what, most in GROWTH.items():
-                grown = done[-1]["usage"][what] - opened[-1]["usage"][what]
-                if grown > most:
-                    self.saved.count("leaked", f"round {number}: {what} of the driver grew by {grown}")
-
     def _keep(self, run: Path, log: Path) -> None:
         """Journal, log and output of a round that went wrong, for whoever looks for the reason."""
         kept = self._kept.with_name(f"{self._kept.name}.{run.name}")
@@ -511,32 +374,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
-
-
-def _read_log(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; the last one of a killed driver may be torn."""
-    entries: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else []:
-        if line:
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                continue
-    return entries
-
-
-def _outcomes(entries: list[dict[str, Any]]) -> list[Outcome]:
-    return [msgspec.convert(entry["outcome"], Outcome) for entry in entries if entry["what"] == "delivered"]
-
-
-def _acknowledged(run: Path) -> set[str]:
-    return {name for name, history in read_histories(run / "journal").items() if history.acknowledged}
-
-
-def counted(records: list[Record]) -> dict[str, Counter[str]]:
-    """Injected faults by failpoint and kind."""
-    table: dict[str, Counter[str]] = {}
-    for record in records:
-        if record.injected:
-            table.setdefault(record.point, Counter())[record.kind] += 1
-    return table

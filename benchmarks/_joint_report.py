@@ -13,7 +13,7 @@ from rich.table import Table
 
 from belayer.faults.joint_kinds import KINDS, pairs, points
 
-from ._joint_campaign import Record, Saved, counted
+from ._joint_record import Record, Saved, counted
 from ._joint_task import Outcome
 
 COUNTED = ("inconsistent", "changed", "lost", "duplicated", "not_acknowledged", "hung", "failed", "leaked")

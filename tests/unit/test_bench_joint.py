@@ -110,27 +110,33 @@ def run_of(folder: Path, names: tuple[str, ...]) -> Path:
     ids=["same", "tokens", "reward", "fickle", "lost", "twice"],
 )
 def test_what_was_handed_over_is_compared(tmp_path, given, found):
+    from benchmarks._joint_checks import check_round
+
     made, run = campaign(tmp_path), run_of(tmp_path, ("j-0-0", "j-1-0"))
     log = tmp_path / "logs" / "round-0.log"
     log.write_text("".join(json.dumps(delivered(each)) + "\n" for each in given) + '{"what": "deliv')  # torn
-    assert bool(made._check(run, 0, log)) == bool(found)
+    assert bool(check_round(made.saved, run, 0, log)) == bool(found)
     assert made.saved.found == found
 
 
 def test_what_was_acknowledged_and_comes_again_is_a_duplicate(tmp_path):
+    from benchmarks._joint_checks import check_deliveries
+
     made = campaign(tmp_path)
     first, second = outcome("j-0-0"), outcome("j-1-0")
-    made._check_deliveries(
-        [delivered(first), {"what": "acknowledged", "rollout": "j-0-0"}, delivered(second)], set(), 0
+    check_deliveries(
+        made.saved, [delivered(first), {"what": "acknowledged", "rollout": "j-0-0"}, delivered(second)], set(), 0
     )
     assert made.saved.found == {}
-    made._check_deliveries([delivered(second)], {"j-0-0"}, 0)  # not acknowledged yet: it has to come again
+    check_deliveries(made.saved, [delivered(second)], {"j-0-0"}, 0)  # not acknowledged yet: it has to come again
     assert made.saved.found == {}
-    made._check_deliveries([delivered(first)], {"j-0-0"}, 0)
+    check_deliveries(made.saved, [delivered(first)], {"j-0-0"}, 0)
     assert made.saved.found == {"duplicated": 1}
 
 
 def test_a_journal_that_breaks_a_promise_is_found(tmp_path):
+    from benchmarks._joint_checks import check_journal
+
     from belayer.journal import Journal
     from belayer.journal import records as r
 
@@ -139,13 +145,13 @@ def test_a_journal_that_breaks_a_promise_is_found(tmp_path):
     journal.record(r.RolloutStarted(rollout="j-1-0", group="g", task=1, seed=1))
     journal.record(r.ActionIntended(rollout="j-1-0", call=0, k=2, g=1, asked="x"))
     journal.close()
-    wrong = made._check_journal(run, 0)
+    wrong = check_journal(made.saved, run, 0)
     assert wrong == {"j-1-0"}
     assert made.saved.found["inconsistent"] >= 1 and made.saved.found["not_acknowledged"] == 1
 
 
 def test_the_result_fails_for_anything_that_was_found(tmp_path):
-    from benchmarks._joint_campaign import Record
+    from benchmarks._joint_record import Record
     from benchmarks._joint_report import COUNTED, result_of
 
     def result(**found: int) -> Any:
