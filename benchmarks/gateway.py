@@ -164,16 +164,24 @@ class _Campaign:
     # -- time ----------------------------------------------------------------------------------------------------------
     async def latency(self, pairs: int) -> list[dict[str, Any]]:
         """First token and whole answer of one short request, by HTTP and by a call, in turns."""
-        times: dict[str, list[float]] = {name: [] for name in ("first http", "first call", "all http", "all call")}
+        names = ("first http", "first call", "all http", "all call", "cpu http", "cpu call")
+        times: dict[str, list[float]] = {name: [] for name in names}
         for number in range(pairs):
             request = self._requests[number % REQUESTS] | {"max_tokens": 32}
             for way in ("http", "call") if number % 2 else ("call", "http"):
-                began = time.monotonic()
+                began, cpu = time.monotonic(), time.process_time()
                 told = await (self._direct(request) if way == "call" else self._stream(request, "", Told()))
                 times[f"all {way}"].append(time.monotonic() - began)
+                times[f"cpu {way}"].append(time.process_time() - cpu)
                 times[f"first {way}"].append(told.first_s)
         cells = []
-        for what, name in (("first", "time to first token"), ("all", "whole completion of 32 tokens")):
+        workloads = {
+            "first": "time to first token",
+            "all": "whole completion of 32 tokens",
+            # of this process: engine's driver, gateway and client; unlike the others it does not depend on what else runs
+            "cpu": "processor time of a completion of 32 tokens, its client's included",
+        }
+        for what, name in workloads.items():
             http, call = times[f"{what} http"], times[f"{what} call"]
             medians = statistics.median(http), statistics.median(call)
             baseline = {"median_s": medians[1], "samples_s": call}

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from belayer.engine import GenerationRequest, Sampling
+from belayer.errors import BelayerError
 from belayer.gateway.generation import Generation, Runner
 from belayer.gateway.problems import Problem, bad
 from belayer.gateway.sessions.session import Branch, Session, Turn
@@ -90,8 +91,12 @@ class Sessions:
         turn = session.known(prompt_ids, sampling, seeded, key, strict, retry)
         repeated = turn is not None
         if turn is None:
-            admit()
-            self._upstream.check(GenerationRequest(id="", prompt_ids=prompt_ids, sampling=sampling))
+            try:
+                admit()
+                self._upstream.check(GenerationRequest(id="", prompt_ids=prompt_ids, sampling=sampling))
+            except (Problem, BelayerError):
+                session.turned_away(prompt_ids, sampling, seeded)
+                raise
             turn = session.begin(prompt_ids, sampling, seeded, key)
         else:
             self.retries += 1

@@ -21,6 +21,7 @@ from belayer.rollout import _derive
 
 DELETED = "SessionDeleted"
 GIVEN_UP = "GivenUp"
+_TURNED_AWAY = 64  # requests of one session that are remembered as such
 
 
 class Turn:
@@ -80,6 +81,7 @@ class Session:
         self.turns: list[Turn] = []
         self._journal = journal
         self._keys: dict[str, Turn] = {}
+        self._turned_away: set[str] = set()
 
     # -- from the journal ----------------------------------------------------------------------------------------------
     def load(self, history: History) -> None:
@@ -144,13 +146,20 @@ class Session:
                 )
         if key and strict:
             return None  # a key of its own: the client says that it is another request
-        for branch in self.branches:
-            last = branch.turns[-1] if branch.turns else None
-            if last is None or last.intent.fingerprint != mark or last.finish == "abort":
+        newest = [branch.turns[-1] for branch in self.branches if branch.turns]
+        for last in sorted(newest, key=lambda turn: turn.intent.turn, reverse=True):
+            if last.intent.fingerprint != mark or last.finish == "abort":
                 continue
-            if seeded or retry or not last.answered:
+            # asked again after it was turned away, it repeats nothing that was answered
+            if seeded or (retry and mark not in self._turned_away) or not last.answered:
                 return last
         return None
+
+    def turned_away(self, prompt_ids: list[int], sampling: Sampling, seeded: bool) -> None:
+        """A new request was refused before it was journalled; its client may well come back with it."""
+        if len(self._turned_away) >= _TURNED_AWAY:
+            self._turned_away.clear()
+        self._turned_away.add(fingerprint(prompt_ids, sampling, seeded))
 
     def begin(self, prompt_ids: list[int], sampling: Sampling, seeded: bool, key: str) -> Turn:
         """Journal a new request. Where the client chose no seed, the session's own decides."""
@@ -159,6 +168,7 @@ class Session:
             seed = _derive(self.started.seed, f"turn {number}")
             sampling = msgspec.structs.replace(sampling, seed=seed)
         mark = fingerprint(prompt_ids, sampling, seeded)
+        self._turned_away.discard(mark)
         intent = Intent(turn=number, fingerprint=mark, sampling=sampling, seeded=seeded, key=key)
         branch = self._branch(prompt_ids)
         call = len(branch.history.calls)
