@@ -178,7 +178,7 @@ class _Campaign:
         workloads = {
             "first": "time to first token",
             "all": "whole completion of 32 tokens",
-            # of this process: engine's driver, gateway and client; unlike the others it does not depend on what else runs
+            # of this process (engine's driver, gateway, client); unlike the others it does not depend on the load
             "cpu": "processor time of a completion of 32 tokens, its client's included",
         }
         for what, name in workloads.items():
