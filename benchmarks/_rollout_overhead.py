@@ -70,7 +70,7 @@ class Seen:
     def clear(self) -> None:
         self.taken = self.skipped = self.abandoned = self.faults = 0
         self.wall_s: list[float] = []
-        self.exposed_s = self.frozen_s = 0.0
+        self.exposed_s = self.frozen_s = self.queued_s = 0.0
 
     def __call__(self, event: ev.Event) -> None:
         if event.kind == ev.CHECKPOINT:
@@ -78,6 +78,7 @@ class Seen:
             self.wall_s.append(event.data["wall_s"])
             self.exposed_s += event.data["exposed_s"]
             self.frozen_s += event.data["frozen_s"]
+            self.queued_s += event.data.get("queued_s", 0.0)
         elif event.kind == ev.CHECKPOINT_SKIPPED:
             self.abandoned += bool(event.data["abandoned"])
             self.skipped += not event.data["abandoned"]
@@ -86,7 +87,8 @@ class Seen:
 
     @property
     def hidden(self) -> float | None:
-        return 1.0 - self.exposed_s / sum(self.wall_s) if self.taken else None
+        """Share of the checkpoints' time, with that in the host's queue, that no rollout waited for."""
+        return 1.0 - self.exposed_s / (sum(self.wall_s) + self.queued_s) if self.taken else None
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -96,6 +98,7 @@ class Seen:
             "seconds": sum(self.wall_s),
             "median_s": statistics.median(self.wall_s) if self.wall_s else None,
             "frozen_s": self.frozen_s,
+            "queued_s": self.queued_s,
             "exposed_s": self.exposed_s,
             "hidden": self.hidden,
         }

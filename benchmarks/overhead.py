@@ -81,7 +81,8 @@ def _show_rollouts(cell: dict[str, Any], console: Console) -> None:
     console.print(line)
     if found["taken"]:
         console.print(
-            f"  checkpoints: {found['median_s'] * 1e3:.0f} ms each, {found['seconds']:.2f} s in all, "
+            f"  checkpoints: {found['median_s'] * 1e3:.0f} ms each, {found['seconds']:.2f} s in all and "
+            f"{found['queued_s']:.2f} s in the queue, "
             f"{found['exposed_s'] * 1e3:.1f} ms of it exposed: {found['hidden']:.2%} hidden "
             f"(target {TARGET_HIDDEN:.0%}: {'met' if found['hidden'] >= TARGET_HIDDEN else 'missed'})"
         )

@@ -181,6 +181,8 @@ def test_checkpoints_are_counted_by_what_became_of_them() -> None:
     seen(_event(ev.CHECKPOINT_SKIPPED, action=2, abandoned=True, why=""))
     assert (seen.taken, seen.skipped, seen.abandoned) == (2, 1, 1)
     assert seen.hidden == pytest.approx(0.75)
+    seen(_event(ev.CHECKPOINT, wall_s=0.1, exposed_s=0.3, frozen_s=0.05, queued_s=0.5))
+    assert seen.hidden == pytest.approx(1 - 0.4 / 1.0), "what waits in the queue is hidden too, as long as nobody waits"
     seen.clear()
     assert seen.figures()["hidden"] is None
 
