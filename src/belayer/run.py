@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import torch
 
 Solve = Callable[[Rollout], Awaitable[float]]
+END_S = 60.0  # a rollout that was cancelled has so long to end
 RESUME = "`belayer resume` the run, or start your program again"
 
 
@@ -188,9 +189,7 @@ class Run:
 
     async def close(self) -> None:
         """Stop everything. The run directory stays and can be opened again."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await _end(self._running)
         engine, sandboxes, self.engine, self.sandboxes = self.engine, self.sandboxes, None, None
         try:
             if engine is not None:
@@ -255,10 +254,7 @@ class Run:
                     failpoints.hit("deliver.before", item.rollout_id)
                     yield item
         finally:
-            watching.cancel()
-            for task in running:
-                task.cancel()
-            await asyncio.gather(watching, *running, return_exceptions=True)
+            await _end({watching, *running})
             self._running.difference_update(running)
         if failures:
             short = f", so that groups of {group_size} are short" if group_size > 1 else ""
@@ -485,6 +481,17 @@ class Run:
 
     def _emit(self, kind: str, subject: str, **data: Any) -> None:
         self.sink(events.Event(kind=kind, subject=subject, data=data))
+
+
+async def _end(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel them. A function that does not let itself be cancelled is left behind: its next call fails."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        ended, _ = await asyncio.wait(tasks, timeout=END_S)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # seen already, or of no interest any more
 
 
 def _new_label(path: Path) -> RunLabel:

@@ -221,6 +221,20 @@ def test_a_run_in_which_nothing_happens_ends_with_where_each_rollout_stands(tmp_
     assert [each.attempt for each in done] == [0, 0]
 
 
+def test_a_function_that_cannot_be_cancelled_holds_nobody_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("belayer.run.END_S", 0.2)
+
+    async def stubborn(rollout):
+        await rollout.observe([1])
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+
+    with pytest.raises(NoProgress):
+        asyncio.run(asyncio.wait_for(collect(tmp_path, stubborn, no_progress_s=0.2), 5))
+
+
 def test_a_slow_run_is_no_stopped_run(tmp_path):
     async def slow(rollout):
         for number in range(6):
