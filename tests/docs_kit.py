@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 
 ROOT = Path(__file__).resolve().parents[1]
 # decisions and the changelog tell what was, not what to type
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("[a-z]*.md"))]
-SHELL = ("", "sh", "bash", "console", "shell")
-PROGRAM = re.compile(
-    r"^(\$ )?(sudo |[A-Z_]+=\S+ )*(\.venv/bin/)?(belayer|make|python3?|pip|git|curl|scripts/\S+|\./\S+|[a-z-]+)( |$)"
+SHELL = ("sh", "bash", "console", "shell")
+# known as commands also where they are not installed
+PROGRAMS = (
+    "belayer",
+    "curl",
+    "docker",
+    "git",
+    "harbor",
+    "make",
+    "pip",
+    "podman",
+    "pytest",
+    "python",
+    "ray",
+    "uv",
+    "vllm",
 )
 
 
@@ -55,7 +70,7 @@ def blocks(page: Path) -> Iterator[Block]:
             while number < len(lines) and not lines[number].startswith(fence[1] + fence[2]):
                 number += 1
             text = "\n".join(each.removeprefix(fence[1]) for each in lines[begin:number])
-            yield Block(page, begin + 1, fence[3], text)
+            yield Block(page, begin + 1, fence[3] or _looks_like(text), text)
         elif re.match(r"^([-*]|\d+\.) ", line):
             in_list = True
         elif line and not line.startswith(" "):
@@ -71,12 +86,19 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def _looks_like(text: str) -> str:
-    first = text.split("\n", 1)[0]
+    first = text.lstrip("# ").split("\n", 1)[0]
     if re.match(r"^\[\w+\]$", first):
         return "toml"
-    if re.match(r"^(::: |await |async |import |from \w+ import |\w+ = |with |for |if |@|print\()", first):
-        return "python"
-    return "sh"
+    if re.search(r"^(- )?\w+: ?(\S+)?$", text, re.MULTILINE) and not text.startswith("rollout "):
+        return "yaml"
+    program = next((word for word in first.split() if word != "sudo" and not re.match(r"-|[A-Z_]+=", word)), "")
+    if "/" in program or program in PROGRAMS or (which(program) and program.islower()):
+        return "sh"
+    try:
+        compile(text, "", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError:
+        return "text"
+    return "python"
 
 
 def commands() -> list[Command]:
@@ -84,17 +106,12 @@ def commands() -> list[Command]:
     found = []
     for page in PAGES:
         for block in blocks(page):
-            if block.language in SHELL and (block.language or _all_commands(block.text)):
+            if block.language in SHELL:
                 found += [Command(str(block), words) for words in _lines(block.text)]
         text = re.sub(r"^( *```+).*?^\1", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for span in re.findall(r"`(belayer [^`\n]+)`", text):
             found.append(Command(str(page.relative_to(ROOT)), tuple(shlex.split(span)), inline=True))
     return found
-
-
-def _all_commands(text: str) -> bool:
-    """Whether a fence without a language holds commands; otherwise it is output, a formula or a drawing."""
-    return all(PROGRAM.match(line) for line in text.splitlines() if line.strip())
 
 
 def _lines(text: str) -> Iterator[tuple[str, ...]]:

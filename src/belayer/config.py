@@ -26,12 +26,14 @@ VersionPolicy = Literal["allow", "finish_on_old", "restart_turn"]
 class EngineConfig(_Section):
     """The rollout engine: which model, how it is protected."""
 
-    backend: Literal["vllm", "transformers"] = "vllm"
+    backend: Literal["vllm", "transformers"] = Field(default="vllm", description="What computes tokens.")
     device: Literal["cpu", "cuda"] = Field(
         default="cpu", description="Where weights, KV arena and computation are; CUDA_VISIBLE_DEVICES picks the GPU."
     )
     model: Path | None = Field(default=None, description="Hugging Face style model folder (config.json + safetensors).")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Of weights and KV cache; only float32 continues a request exactly."
+    )
     max_model_len: int = Field(default=2048, ge=16, description="Longest prompt + completion, in tokens.")
     max_num_seqs: int = Field(default=16, ge=1, description="Requests decoded together.")
     kv_bytes: int = Field(default=256 << 20, ge=1 << 20, description="Size of the KV arena in bytes.")
@@ -114,7 +116,9 @@ class SandboxConfig(_Section):
 class PolicyConfig(_Section):
     """When to checkpoint."""
 
-    name: Literal["adaptive", "always", "never", "every-n", "young-daly", "paper"] = "adaptive"
+    name: Literal["adaptive", "always", "never", "every-n", "young-daly", "paper"] = Field(
+        default="adaptive", description="Who decides; docs/policy.md compares them."
+    )
     every: int = Field(default=2, ge=1, description="For `every-n`: actions between checkpoints.")
     mtbf_s: float = Field(
         default=3600.0, gt=0, description="Time between failures of an environment to believe in until some were seen."
@@ -154,7 +158,7 @@ class RecoveryConfig(_Section):
 class RunConfig(_Section):
     """One run: where it lives and how durable it is."""
 
-    seed: int = 0
+    seed: int = Field(default=0, description="What every rollout's own seed is derived from.")
     max_concurrent: int = Field(default=32, ge=1, description="Rollouts in flight.")
     durability: Literal["process", "host"] = Field(
         default="process", description="process: survives SIGKILL of every process. host: also a reboot (fsync)."
