@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from belayer.checkpoint.turns import PATIENCE_S, Turn, Turns, TurnState
+from belayer.checkpoint.turns import PATIENCE_S, RETRY_S, URGENT_PATIENCE_S, YIELD_S, Turn, Turns, TurnState
 from belayer.errors import CheckpointAbandoned
 
 pytestmark = pytest.mark.unit
@@ -127,6 +127,54 @@ def test_two_runs_share_the_hosts_limit_and_the_promoted_one_goes_first(tmp_path
     asyncio.run(main())
 
 
+def test_a_run_that_has_dumped_lets_others_go_before_it_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock, log = Clock(), list[str]()
+        busy, patient = (Turns(tmp_path, at_once=1, clock=clock, later=clock.later) for _ in range(2))
+        dumps = [Dump(busy, log, "a") for _ in range(3)]
+        await settle()
+        dumps.append(Dump(patient, log, "b"))
+        await settle()
+        dumps[0].end.set()
+        await settle()
+        for _ in range(4):
+            await clock.pass_(RETRY_S)
+        assert log == ["a", "b"]
+        for _ in range(len(dumps) * 3):
+            for each in dumps:
+                each.end.set()
+            await clock.pass_(YIELD_S)
+        assert log == ["a", "b", "a", "a"]
+        assert all(each.task.done() for each in dumps)
+        busy.close()
+        patient.close()
+        assert not tmp_path.exists()
+
+    asyncio.run(main())
+
+
+def test_a_promoted_one_waits_only_a_moment_for_a_busy_host(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock, log = Clock(), list[str]()
+        busy, other = (Turns(tmp_path, at_once=1, clock=clock, later=clock.later) for _ in range(2))
+        a = Dump(busy, log, "a")
+        await settle()
+        b, c = Dump(other, log, "b"), Dump(other, log, "c")
+        await settle()
+        b.turn.promote()
+        await clock.pass_(URGENT_PATIENCE_S + RETRY_S)
+        assert log == ["a", "b"] and c.turn.open
+        for each in (a, b, c):
+            each.end.set()
+        for _ in range(5):
+            await clock.pass_(YIELD_S)
+        assert log == ["a", "b", "c"]
+        busy.close()
+        other.close()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_one_leaves_its_place_and_its_slot(tmp_path: Path) -> None:
     async def main() -> None:
         clock, log = Clock(), list[str]()
@@ -214,11 +262,10 @@ def test_never_more_at_once_and_nobody_waits_for_nothing(tmp_path: Path, at_once
                 await clock.pass_(0.006)
             running = [each for each in dumps if each.turn.state is TurnState.BEGUN and not each.task.done()]
             assert len(running) <= at_once
-        for _ in range(len(dumps) + 2):
+        for _ in range(2 * len(dumps) + 2):
             for each in dumps:
                 each.end.set()
-            await clock.pass_(0.006)
-            await clock.pass_(0.006)
+            await clock.pass_(YIELD_S + RETRY_S)
         assert all(each.task.done() for each in dumps), [each.turn.state for each in dumps]
         assert not any(each.turn.open for each in dumps if not each.task.cancelled())
         for turns in runs:

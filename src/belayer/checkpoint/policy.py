@@ -29,6 +29,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     others: float = 0.0  # how many others use the disk, on average
     remaining_s: float = math.inf  # until the rollout is expected to end
     bubble_over: bool = False  # the reply is here: all that a checkpoint takes now, the agent waits for
+    wait_s: float = 0.0  # … and for so long until it can begin
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -218,7 +219,7 @@ class Adaptive(_Learning):
         if situation.actions_since == 0:
             return _NOTHING_NEW
         cost = self._cost.seconds(situation.nbytes)
-        exposed = cost if situation.bubble_over else expected_exposed(cost, self._bubble)
+        exposed = situation.wait_s + cost if situation.bubble_over else expected_exposed(cost, self._bubble)
         delay = self._disk.seconds(situation.nbytes) * situation.others
         delay += self.contention.delay_s(cost, situation.running)
         price = exposed + delay

@@ -15,7 +15,8 @@ A turn is always in one of these states:
 Forbidden: BEGUN → ABANDONED. A dump that is cut off may leave its own code in the processes.
 
 The order among runs is made of locks (flock) on files of one folder, which the kernel drops with their holder: a killed
-run blocks nobody. A run that was stopped does, so nobody waits longer than `PATIENCE_S`: the limit is a courtesy.
+run blocks nobody. A run that was stopped does, and one that is busy may, so nobody waits longer than `PATIENCE_S`, or
+`URGENT_PATIENCE_S` while an agent waits: the limit is a courtesy. A run that has dumped lets others go first.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ from belayer.errors import CheckpointAbandoned
 from belayer.ownership.labels import RUNTIME_DIR
 
 PATIENCE_S = 2.0
+URGENT_PATIENCE_S = 0.3
 RETRY_S = 0.005
+YIELD_S = 0.02
 _WRITE_RETRY_S = 0.05
-_USERS, _URGENT, _WRITE = "users", "urgent", "write"
+_USERS, _URGENT, _WAITING, _WRITE = "users", "urgent", "waiting", "write"
+_FILES = (_URGENT, _WAITING, _WRITE, _USERS)  # the last one is the last to be removed
 
 
 class TurnState(enum.Enum):
@@ -92,6 +96,7 @@ class Turns:
         self._later = later or (lambda delay, work: asyncio.get_running_loop().call_later(delay, work))
         self._waiting: list[tuple[Turn, float, asyncio.Future[int]]] = []
         self._retrying = False
+        self._yields_until = 0.0
         self._locks = _Locks(folder or RUNTIME_DIR / "turns", at_once)
 
     @asynccontextmanager
@@ -103,6 +108,8 @@ class Turns:
         finally:
             turn.state = TurnState.OVER
             self._locks.release(slot)
+            if self._locks.others_wait():
+                self._yields_until = self._clock() + YIELD_S
             self._advance()
 
     async def _wait(self, turn: Turn) -> int:
@@ -132,8 +139,11 @@ class Turns:
         while self._waiting:
             # stable: in each class the order of arrival
             turn, since, future = first = min(self._waiting, key=lambda entry: entry[0].state is TurnState.WAITING)
-            waited = self._clock() - since
-            slot = self._locks.take(urgent=turn.state is TurnState.PROMOTED, whatever=waited >= PATIENCE_S)
+            waited, urgent = self._clock() - since, turn.state is TurnState.PROMOTED
+            whatever = waited >= (URGENT_PATIENCE_S if urgent else PATIENCE_S)
+            yields = self._clock() < self._yields_until and not whatever
+            slot = None if yields else self._locks.take(urgent=urgent, whatever=whatever)
+            self._locks.waits(slot is None)
             if slot is None:
                 if not self._retrying:
                     self._retrying = True
@@ -147,6 +157,7 @@ class Turns:
                 turn.began()
                 future.set_result(slot)
         self._locks.nobody_is_urgent()
+        self._locks.waits(False)
 
     def _retry(self) -> None:
         self._retrying = False
@@ -173,9 +184,12 @@ class _Locks:
         self._folder = folder
         self._users = self._join()
         self._slots = [self._open(f"dump-{number}") for number in range(at_once)]
-        self._urgent, self._asking, self._write = self._open(_URGENT), self._open(_URGENT), self._open(_WRITE)
+        # of each of these one descriptor to say it, and one to ask whether others say it
+        self._urgent, self._asks_urgent = self._open(_URGENT), self._open(_URGENT)
+        self._waiting, self._asks_waiting = self._open(_WAITING), self._open(_WAITING)
+        self._write = self._open(_WRITE)
         self._held: set[int] = set()
-        self._is_urgent = False
+        self._is_urgent = self._waits = False
 
     def _join(self) -> int:
         while True:
@@ -217,10 +231,17 @@ class _Locks:
             self._is_urgent = False
 
     def _others_are_urgent(self) -> bool:
-        if not _try(self._asking, fcntl.LOCK_EX):
-            return True
-        fcntl.flock(self._asking, fcntl.LOCK_UN)
-        return False
+        return not _free(self._asks_urgent)
+
+    def waits(self, yes: bool) -> None:
+        """Say whether this run waits for a slot."""
+        if yes != self._waits:
+            self._waits = _try(self._waiting, fcntl.LOCK_SH) if yes else bool(fcntl.flock(self._waiting, fcntl.LOCK_UN))
+
+    def others_wait(self) -> bool:
+        """Does another run? Forgets that this one does."""
+        self.waits(False)
+        return not _free(self._asks_waiting)
 
     @contextmanager
     def writing(self, check: Callable[[], None]) -> Iterator[None]:
@@ -239,12 +260,13 @@ class _Locks:
             return
         # those who come now wait for this lock, and then see that the file is not there any more
         if _try(self._users, fcntl.LOCK_EX):
-            for path in (*self._folder.glob("dump-*"), *(self._folder / name for name in (_URGENT, _WRITE, _USERS))):
+            for path in (*self._folder.glob("dump-*"), *(self._folder / name for name in _FILES)):
                 path.unlink(missing_ok=True)
             with suppress(OSError):
                 self._folder.rmdir()
-        for fd in (*self._slots, self._urgent, self._asking, self._write, self._users):
+        for fd in (*self._slots, self._urgent, self._asks_urgent, self._waiting, self._asks_waiting, self._write):
             os.close(fd)
+        os.close(self._users)
         self._users = -1
 
 
@@ -253,4 +275,12 @@ def _try(fd: int, how: int) -> bool:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _free(fd: int) -> bool:
+    """Does nobody hold this file's lock? (Holds it for an instant.)"""
+    if not _try(fd, fcntl.LOCK_EX):
+        return False
+    fcntl.flock(fd, fcntl.LOCK_UN)
     return True

@@ -26,7 +26,7 @@ import msgspec
 from belayer import events
 from belayer.checkpoint.moment import Moment
 from belayer.checkpoint.policy import Policy, Situation
-from belayer.checkpoint.turns import Turn
+from belayer.checkpoint.turns import URGENT_PATIENCE_S, Turn
 from belayer.errors import CheckpointAbandoned, CheckpointRefused, SandboxLost, StaleSandbox, StorageFull
 from belayer.faults import failpoints
 from belayer.journal import Call, Journal
@@ -150,10 +150,12 @@ class BubbleCheckpoint:
         pending.reply.set()
         if pending.must or not pending.turn.open or pending.task.done():
             return
-        late = msgspec.structs.replace(pending.situation, bubble_over=True, running=self._dumping())
+        after_s = self._clock() - pending.at
+        # who has waited for its turn so long will probably go on to; promoted, it does not for ever
+        wait_s = 0.0 if pending.held else min(after_s, URGENT_PATIENCE_S)
+        late = msgspec.structs.replace(pending.situation, bubble_over=True, wait_s=wait_s, running=self._dumping())
         decision = self._policy.decide(late)
         self._tell_policy()
-        after_s = self._clock() - pending.at
         said = f"it had not begun when the reply came after {after_s:.3f} s; {decision.why}"
         if decision.take:
             pending.turn.promote()
