@@ -273,6 +273,7 @@ class Rollout:
         failpoints.hit("turn.begin", self.id)
         self._environment.bubble_begins()
         made = 0
+        self._void_if_newer(number)
         while True:
             resume = self._resumable(number)
             try:
@@ -293,6 +294,14 @@ class Rollout:
     def _resumable(self, number: int) -> list[int]:
         """What the journal holds of the turn `number`."""
         return list(self._history.calls[number].ids) if number < len(self._history.calls) else []
+
+    def _void_if_newer(self, number: int) -> None:
+        """A driver may be started again with weights older than those that began the turn: then it begins anew."""
+        if not self._resumable(number):
+            return
+        begun, serving = max(self._history.calls[number].versions), self._engine.policy_version
+        if begun > serving >= 0:  # below 0: an update is under way, and will not go back
+            self._void(number, f"it was begun by policy version {begun}, and {serving} serves now")
 
     def _void(self, number: int, reason: str) -> None:
         if number < len(self._history.calls):  # otherwise it had no token yet

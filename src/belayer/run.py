@@ -168,6 +168,7 @@ class Run:
             events=self.sink,
             durable=self.config.run.durability == "host",
         )
+        await self.forget_finished(self.sandboxes)
         self.engine = await self._start_engine(weights, policy_version)
 
     async def _start_engine(self, weights: Iterable[tuple[str, torch.Tensor]] | None, policy_version: int) -> Engine:
@@ -180,6 +181,13 @@ class Run:
             weights=weights,
             log_dir=self.directory.path / "logs",
         )
+
+    async def forget_finished(self, sandboxes: Sandboxes) -> None:
+        """Delete the checkpoints of rollouts that are over: a driver that was killed may not have come to that."""
+        for manifest in sandboxes.checkpoints.newest():
+            history = self.journal.histories.get(manifest.rollout)
+            if history is not None and (history.over or history.attempt != manifest.attempt):
+                await sandboxes.discard(manifest.sandbox)
 
     async def __aenter__(self) -> Run:
         return self

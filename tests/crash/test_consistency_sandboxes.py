@@ -23,6 +23,7 @@ from belayer.checkpoint.policy import EveryN, Never
 from belayer.config import Config, RecoveryConfig, RunConfig
 from belayer.faults import failpoints
 from belayer.journal import Journal
+from belayer.journal import records as r
 from belayer.run import Run
 from belayer.verify import verify_run
 
@@ -155,3 +156,29 @@ def test_struck_at_every_step_on_real_sandboxes(tmp_path):
         assert shown == said, f"{history.rollout}: the model was shown something else than its environment said"
     verdict = verify_run(tmp_path / "struck")
     assert verdict.consistent and verdict.delivered == len(CASES), verdict.findings
+
+
+def test_checkpoints_of_rollouts_that_are_over_do_not_stay(tmp_path):
+    """A driver may be killed after a rollout's end was journalled, and before its checkpoints were deleted."""
+
+    async def body() -> None:
+        journal = Journal(tmp_path / "journal")
+        for name in ("over", "under-way", "again"):
+            journal.record(r.RolloutStarted(rollout=name, group="g", task=1, seed=1))
+        async with sandboxes(tmp_path / "checkpoints") as manager:
+            for name in ("over", "under-way", "again"):
+                box = await manager.create(f"{name}.0")
+                await box.checkpoint(action=0, rollout=name, attempt=0)
+        journal.record(r.RolloutFinished(rollout="over", reward=1.0))
+        journal.record(r.RolloutFailed(rollout="again", error="SandboxLost", reason="x"))
+        journal.record(r.RolloutStarted(rollout="again", attempt=1, group="g", task=1, seed=1))
+        run = Run(SimpleNamespace(path=tmp_path), Config(), journal, SimpleNamespace(close=lambda: None))
+        async with sandboxes(tmp_path / "checkpoints") as manager:
+            await run.forget_finished(manager)
+            assert [manifest.rollout for manifest in manager.checkpoints.newest()] == ["under-way"]
+            assert (await manager.restore("under-way.0", manager.checkpoints.newest()[0].id)).parent
+            await manager.discard("under-way.0")
+        assert not list((tmp_path / "checkpoints").glob("*.json"))
+        journal.close()
+
+    asyncio.run(body())

@@ -13,6 +13,7 @@ from tests.stateful.test_consistency import AlwaysDies, Chaos, ModelEngine, Mode
 
 from belayer import events
 from belayer.config import Config, RecoveryConfig, RunConfig
+from belayer.engine import TokenChunk
 from belayer.errors import GroupFailed, NoProgress, Quarantined, ReplayDivergence, RolloutFailed
 from belayer.groups import counting
 from belayer.journal import Journal
@@ -311,3 +312,57 @@ def test_a_function_that_returns_too_early_is_a_divergence_too(tmp_path):
     error = divergence_of(tmp_path, function(lambda r: r.sandbox.exec("ls")), returns)
     assert "  + 1  the function returned" in str(error) and "and 1 more calls in the journal" in str(error)
     assert reopened(tmp_path)["t-0-0"].reward is None
+
+
+class Plain:
+    """An engine whose turns may span versions; it says one token and then nothing more, if so told."""
+
+    def __init__(self, version: int, *, stops: bool = False) -> None:
+        self.policy_version, self.stops = version, stops
+
+    async def generate(self, request, on_tokens):
+        for position in range(len(request.resume_ids), request.sampling.max_tokens):
+            if self.stops and position:
+                await asyncio.Event().wait()
+            last = position + 1 == request.sampling.max_tokens
+            on_tokens(
+                TokenChunk(
+                    request_id=request.id,
+                    start=position,
+                    token_ids=[position],
+                    logprobs=[-0.5],
+                    weights_version=self.policy_version,
+                    finish_reason="length" if last else None,
+                )
+            )
+        return "length"
+
+    async def end_trajectory(self, name):
+        pass
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("later", "versions"), [(0, [0, 0, 0]), (3, [3, 3, 3]), (4, [3, 4, 4])])
+def test_no_turn_goes_on_with_older_weights_than_began_it(tmp_path, later, versions):
+    async def one_turn(rollout):
+        await rollout.observe([1])
+        await rollout.generate(max_tokens=3)
+        return 1.0
+
+    async def session(engine):
+        journal = Journal(tmp_path / "journal")
+        config = Config(recovery=RecoveryConfig(no_progress_s=0.2))
+        run = Run(SimpleNamespace(path=tmp_path), config, journal, SimpleNamespace(close=lambda: None))
+        run.sandboxes, run.engine, run.sink = ModelSandboxes(World(), Chaos([])), engine, events.ignore
+        try:
+            return await run.collect(one_turn, ["x"], name="t")
+        finally:
+            journal.close()
+
+    with pytest.raises(NoProgress):
+        asyncio.run(session(Plain(3, stops=True)))
+    (done,) = asyncio.run(session(Plain(later)))
+    assert done.token_ids == [1, 0, 1, 2] and done.weights_versions[1:] == versions
+    assert verify_run(tmp_path).consistent

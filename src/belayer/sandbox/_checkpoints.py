@@ -90,6 +90,10 @@ class Checkpoints:
         """Published checkpoints of a sandbox, oldest first."""
         return list(self._known.get(name, []))
 
+    def newest(self) -> list[Manifest]:
+        """The newest published checkpoint of every sandbox that has one."""
+        return [group[-1] for group in self._known.values() if group]
+
     def generations(self) -> dict[str, int]:
         """The highest generation of each sandbox of which there was a checkpoint, also one that is lost."""
         found: dict[str, int] = {}
