@@ -136,9 +136,9 @@ def poisson_p(counted: int, expected: float) -> float:
     return min(1.0, 2 * min(below, 1 - below + chances[-1]))
 
 
-def of_run(run: Path) -> Calibration:
-    """Of a recorded run. Raises `OSError` where it has no metrics."""
-    found = Calibration()
+def of_run(run: Path, prior_s: float) -> Calibration:
+    """Of a recorded run whose policy began with that prior. Raises `OSError` where it has no metrics."""
+    found = Calibration(prior_s=prior_s)
     for event in scan_metrics(run / "metrics.jsonl").events:
         found(event)
     return found

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from statistics import NormalDist
 from typing import Any, Protocol
 
 import msgspec
 
 from belayer.engine import GenerationRequest, Sampling, TokenChunk
-from belayer.sandbox import ExecResult, Sandbox
+from belayer.sandbox import Sandbox
 
 TURN = (1.74, 1.10)
 TOOL = (-1.2, 2.85)
@@ -69,10 +69,6 @@ def tasks(shape: Shape, tokens_per_s: float, seed: int) -> list[dict[str, Any]]:
     return made
 
 
-class Shell(Protocol):
-    async def shell(self, command: str) -> ExecResult: ...
-
-
 class AnyRollout(Protocol):
     """What the function below needs of a rollout, protected or not."""
 
@@ -81,9 +77,9 @@ class AnyRollout(Protocol):
     @property
     def sandbox(self) -> Any: ...
 
-    async def observe(self, tokens: Sequence[int]) -> Any: ...
+    def observe(self, tokens: Sequence[int]) -> Awaitable[Any]: ...
 
-    async def generate(self, *, max_tokens: int, temperature: float) -> Any: ...
+    def generate(self, *, max_tokens: int, temperature: float) -> Awaitable[Any]: ...
 
 
 async def solve(rollout: AnyRollout) -> float:

@@ -1,7 +1,8 @@
 """Are the policy's predictions right? Coverage of the predicted quantiles, of a recorded run or of a live one.
 
 `belayer bench calibration --run RUN` reads the metrics and the journal of a run; without `--run` it runs rollouts of
-the published turn lengths (turns are waits, `_paced.py`) and looks at those.
+the published turn lengths (turns are waits, `_paced.py`), takes a checkpoint at every turn and kills sandboxes at a
+constant rate, so that there is something of everything to predict.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from belayer.errors import RunError
 from belayer.observe.metrics import MetricsLog, scan_metrics
 
 from ._calibration import LEVELS, Calibration, journalled, of_run
+from ._e2e_rollouts import arm_config
 from ._eta import Eta
 from ._paced import PACE, PacedRun
 from ._paired import series
-from ._rollout_overhead import SHAPES, run_config
+from ._rollout_overhead import MTBF_S, SHAPES, run_config
+from ._strikes import Strikes
 from ._turns import solve, tasks
 from .worker import workloads
 
 BATCHES = {True: 2, False: 8}
+KILL_EVERY_S = 40.0  # of a sandbox's life
 
 
 def bench(quick: bool, run: Path | None = None) -> dict[str, Any]:
@@ -39,7 +43,8 @@ def bench(quick: bool, run: Path | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="belayer-bench-") as name:
         folder = Path(name) / "run"
         asyncio.run(_live(folder, quick))
-        return _result(f"live, scale {SHAPES[quick].scale:g}", folder)
+        scale = SHAPES[quick].scale
+        return _result(f"live, scale {scale:g}", folder, prior_s=MTBF_S * scale)
 
 
 async def _live(folder: Path, quick: bool) -> None:
@@ -47,16 +52,21 @@ async def _live(folder: Path, quick: bool) -> None:
     shape = msgspec.structs.replace(SHAPES[quick], turns=(3, 3))
     eta = Eta("calibration", BATCHES[quick])
     with MetricsLog(folder / "metrics.jsonl") as metrics:
-        config = run_config(workloads().models["tiny"], shape)
-        async with await PacedRun.open(folder, config, sink=metrics) as run:
-            for number in range(BATCHES[quick]):
-                async for trajectory in run.rollouts(solve, tasks(shape, PACE, number), name=f"b{number}"):
-                    run.acknowledge(trajectory)
-                eta()
+        config = run_config(workloads().models["tiny"], shape, "always")
+        async with await PacedRun.open(folder, arm_config(config, "belayer"), sink=metrics) as run:
+            striking = asyncio.create_task(Strikes(run, KILL_EVERY_S, 0).run())
+            try:
+                for number in range(BATCHES[quick]):
+                    async for trajectory in run.rollouts(solve, tasks(shape, PACE, number), name=f"b{number}"):
+                        run.acknowledge(trajectory)
+                    eta()
+            finally:
+                striking.cancel()
+                await asyncio.gather(striking, return_exceptions=True)
 
 
-def _result(name: str, run: Path) -> dict[str, Any]:
-    found: Calibration = of_run(run)
+def _result(name: str, run: Path, prior_s: float = MTBF_S) -> dict[str, Any]:
+    found: Calibration = of_run(run, prior_s)
     events: list[ev.Event] = list(scan_metrics(run / "metrics.jsonl").events)
     checks = {"no_turns": int(not found.bubbles)}
     cell = {
