@@ -36,8 +36,9 @@ def run_struck(
     Returns (what the program printed, whether there was anything to kill). Fails when the program does. `file` must be
     one that no other test's sandboxes have.
     """
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "MSWEA_SILENT_STARTUP": "1", "HOME": str(folder), **variables}
-    env.setdefault("BELAYER_CACHE", str(Path.home() / ".cache" / "belayer"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "MSWEA_SILENT_STARTUP": "1", **variables}
+    # harnesses that keep settings in the home folder keep them here
+    env |= {"MSWEA_GLOBAL_CONFIG_DIR": str(folder), "XDG_CONFIG_HOME": str(folder)}
     log = folder / "output.log"
     with open(log, "wb") as output:
         program = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
