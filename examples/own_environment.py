@@ -4,7 +4,7 @@ import asyncio
 
 from transformers import AutoTokenizer
 
-from belayer import Config, Run
+from belayer import Run, load_config
 
 MODEL = "runs/tiny_model"  # a Hugging Face folder: config.json, *.safetensors, tokenizer.json
 
@@ -20,7 +20,7 @@ async def solve(rollout):
 
 
 async def main():
-    config = Config(engine={"model": MODEL, "max_model_len": 256})
+    config = load_config(overrides={"engine.model": MODEL, "engine.max_model_len": 256})
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     async with await Run.open("runs/mine", config, tokenizer=tokenizer) as run:
         async for trajectory in run.rollouts(solve, ["red", "blue"], group_size=2):

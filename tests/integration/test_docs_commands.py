@@ -112,8 +112,10 @@ sys.argv = ["tiny_model.py", "runs/tiny_model"]
 runpy.run_path({str(ROOT / "examples/tiny_model.py")!r}, run_name="__main__")
 runpy.run_path({str(ROOT / "examples/own_environment.py")!r}, run_name="__main__")
 """
+    # what is tried is the path that a newcomer walks; shadows and images have tests of their own, and cost time
+    env = os.environ | {"BELAYER_ENGINE__STANDBY": "none", "BELAYER_ENGINE__IMAGES": "false"}
     done = subprocess.run(
-        [sys.executable, "-c", steps], cwd=place, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", steps], cwd=place, env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(re.findall(r"^r-[01]-[01] 0\.0 3 turns$", done.stdout, re.MULTILINE)) == 4, done.stdout
