@@ -43,6 +43,7 @@ from belayer.ownership import RunLabel
 from belayer.ownership.reap import reap
 from belayer.recovery import EnvironmentKeeper, RestartFunction
 from belayer.recovery.breaker import CircuitBreaker
+from belayer.recovery.environment import environment_name
 from belayer.recovery.quarantine import Quarantine
 from belayer.recovery.watchdog import ProgressWatchdog
 from belayer.rollout import Rollout, Tokenizer, Trajectory, _derive, trajectory
@@ -188,6 +189,13 @@ class Run:
             history = self.journal.histories.get(manifest.rollout)
             if history is not None and (history.over or history.attempt != manifest.attempt):
                 await sandboxes.discard(manifest.sandbox)
+        ended = [
+            environment_name(history.rollout, attempt)
+            for history in self.journal.histories.values()
+            for attempt in range(history.attempts)
+            if history.over or attempt != history.attempt
+        ]
+        await sandboxes.checkpoints.forget_unreadable(ended)
 
     async def __aenter__(self) -> Run:
         return self

@@ -169,6 +169,8 @@ def test_checkpoints_of_rollouts_that_are_over_do_not_stay(tmp_path):
             for name in ("over", "under-way", "again"):
                 box = await manager.create(f"{name}.0")
                 await box.checkpoint(action=0, rollout=name, attempt=0)
+            garbled = (await box.checkpoint(action=0, rollout="again", attempt=0)).id
+        (tmp_path / "checkpoints" / f"{garbled}.json").write_text("{}")
         journal.record(r.RolloutFinished(rollout="over", reward=1.0))
         journal.record(r.RolloutFailed(rollout="again", error="SandboxLost", reason="x"))
         journal.record(r.RolloutStarted(rollout="again", attempt=1, group="g", task=1, seed=1))

@@ -94,7 +94,7 @@ class EnvironmentKeeper:
     ) -> None:
         self.rollout = rollout
         self.attempt = attempt
-        self.name = f"{rollout}.{attempt}".replace("/", "-")
+        self.name = environment_name(rollout, attempt)
         self.state = EnvironmentState.ABSENT
         self.sandbox: Sandbox | None = None
         self._sandboxes = sandboxes
@@ -481,6 +481,11 @@ class EnvironmentKeeper:
 
     def _emit(self, kind: str, **data: Any) -> None:
         self._sink(events.Event(kind=kind, subject=self.rollout, data=data))
+
+
+def environment_name(rollout: str, attempt: int) -> str:
+    """What the sandbox of an attempt is called."""
+    return f"{rollout}.{attempt}".replace("/", "-")
 
 
 def cut_before_action(calls: list[Call], start: int, k: int) -> int:

@@ -94,6 +94,14 @@ class Checkpoints:
         """The newest published checkpoint of every sandbox that has one."""
         return [group[-1] for group in self._known.values() if group]
 
+    async def forget_unreadable(self, names: list[str]) -> None:
+        """Delete checkpoints of these sandboxes whose manifests cannot be read: nobody else finds them."""
+        mine = tuple(f"{safe_name(name)}-g" for name in names)
+        known = {manifest.id for group in self._known.values() for manifest in group}
+        for path in self.data.checkpoints.glob("*.json"):
+            if path.stem.startswith(mine) and path.stem not in known:
+                await asyncio.to_thread(self.data.remove, path.stem)
+
     def generations(self) -> dict[str, int]:
         """The highest generation of each sandbox of which there was a checkpoint, also one that is lost."""
         found: dict[str, int] = {}
