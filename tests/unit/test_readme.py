@@ -30,6 +30,8 @@ def test_every_command_exists():
 
 
 def test_every_link_to_a_file_works():
+    made = {ROOT / "docs/reference/cli.md", ROOT / "docs/reference/settings.md"}  # by `make docs`, from the program
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            path = (page.parent / target).resolve()
+            assert path.exists() or path in made, f"{page.name} links to {target}"
