@@ -321,9 +321,12 @@ def recovery_of(event: Event, injected: str | None = None) -> Recovery:
 
 
 def checkpoint_times(event: Event) -> tuple[float, float]:
-    """Seconds that a checkpoint took, and how many of them the rollout waited: never more, although measured apart."""
-    wall = max(0.0, number(event.data, "wall_s") or 0.0)
-    return wall, min(wall, max(0.0, number(event.data, "exposed_s") or 0.0))
+    """Seconds from the moment a checkpoint was wanted to its end, and how many of them the rollout waited.
+
+    The queue of the host's dumps is part of both, so that what is hidden and what is waited for add up to the whole.
+    """
+    whole = sum(max(0.0, number(event.data, name) or 0.0) for name in ("wall_s", "queued_s"))
+    return whole, min(whole, max(0.0, number(event.data, "exposed_s") or 0.0))
 
 
 def read_summary(path: Path) -> RunSummary:
