@@ -50,7 +50,7 @@ def compared(calm: list[Outcome], struck: list[Outcome]) -> dict[str, Any]:
     for what in ("tokens", "reward"):
         with_faults = [statistics.fmean(getattr(e, what) for e in by_name[name]) for name in by_name]
         undisturbed = [float(getattr(without[name], what)) for name in by_name]
-        differences = [a - b for a, b in zip(with_faults, undisturbed, strict=True)]
+        differences = [round(a - b, 12) for a, b in zip(with_faults, undisturbed, strict=True)]  # means round
         spread = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
         result[what] = {
             "without": statistics.fmean(undisturbed) if undisturbed else None,
