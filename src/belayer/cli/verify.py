@@ -65,9 +65,7 @@ def _print(run: Path, verdict: Verdict, again: Reexecution | None) -> None:
         f"{verdict.restores} restored environments, {verdict.truncated_tokens} tokens cut off"
     )
     if verdict.results_gone:
-        console.print(
-            f"{verdict.results_gone} results of acknowledged rollouts were taken out by run.retention"
-        )
+        console.print(f"{verdict.results_gone} results of acknowledged rollouts were taken out by run.retention")
     for finding in verdict.findings[:SHOWN]:
         console.print(f"broken: {finding.rollout}, attempt {finding.attempt}: {finding.what}", markup=False)
     if len(verdict.findings) > SHOWN:
