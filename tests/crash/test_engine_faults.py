@@ -162,6 +162,9 @@ def test_every_fault_of_one_engine(model: Path) -> None:
             {"sampling": Sampling(max_tokens=0)},
             {"sampling": Sampling(max_tokens=4, temperature=-1.0)},
             {"sampling": Sampling(max_tokens=4, top_p=0.0)},
+            {"sampling": Sampling(max_tokens=4, temperature=1 << 64)},
+            {"sampling": Sampling(max_tokens=4, stop_token_ids=(10**30,))},
+            {"id": "\ud800"},  # cannot be written to a worker: not to this one, and not to the next
         ):
             request = requests(1)[0]
             for name, value in change.items():

@@ -286,11 +286,11 @@ def test_penalties_are_those_of_vllm() -> None:
     [
         ("max_tokens", [0, -1, 1.5, True]),
         ("seed", [-1, 1 << 64, 0.5]),
-        ("temperature", [-0.1, float("nan"), float("inf"), "1", None]),
+        ("temperature", [-0.1, float("nan"), float("inf"), "1", None, 1 << 64, 10**400]),
         ("top_k", [-1, 2.0]),
         ("top_p", [0.0, 1.1, float("nan")]),
         ("min_p", [-0.1, 1.1]),
-        ("repetition_penalty", [0.0, -1.0, float("inf"), float("nan")]),
+        ("repetition_penalty", [0.0, -1.0, float("inf"), float("nan"), 10**400]),
         ("presence_penalty", [-2.1, 2.1, float("nan")]),
         ("frequency_penalty", [-2.1, 2.1]),
         ("stop_token_ids", [(-1,), ("a",), 5]),

@@ -92,7 +92,11 @@ class Spawner:
                 await self.nursery.close()
                 if once:
                     break
-        raise EngineUnavailable(f"no worker can be started: {reasons[0]}", kept="every journalled token")
+        raise EngineUnavailable(
+            f"no worker can be started: {reasons[0]}",
+            kept="every journalled token",
+            next_step="on a machine that is very busy, raise engine.start_timeout_s; else see nursery-*.log of the run",
+        )
 
     def _new_nursery(self) -> NurseryLink:
         self._nurseries += 1

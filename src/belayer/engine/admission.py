@@ -17,7 +17,8 @@ def problem(request: GenerationRequest, max_model_len: int, vocabulary: int) -> 
         return f"max_tokens is {sampling.max_tokens} and {known} tokens are there already"
     if len(request.prompt_ids) + known >= max_model_len:
         length = len(request.prompt_ids) + known
-        return f"{length} prompt and resumed tokens leave no room in max_model_len {max_model_len}"
+        room = f"{length} prompt and resumed tokens leave no room in max_model_len {max_model_len}"
+        return f"{room}: raise engine.max_model_len, or cut the context"
     ids = request.prompt_ids + request.resume_ids
     if min(ids) < 0 or max(ids) >= vocabulary:
         return f"token ids must be in [0, {vocabulary})"

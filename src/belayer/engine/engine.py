@@ -16,7 +16,7 @@ from belayer.engine._fleet import Fleet
 from belayer.engine._model_folder import ModelFacts, inspect
 from belayer.engine._owner_care import WeightsSource
 from belayer.engine._weights_updates import WeightsUpdates
-from belayer.engine._wire import Abort, Chunk, Submit, Tokens
+from belayer.engine._wire import Abort, Chunk, Submit, Tokens, pack
 from belayer.engine.admission import problem
 from belayer.engine.lifecycle import RequestState
 from belayer.engine.request import GenerationRequest, TokenChunk, TokenSink, WeightsEpoch
@@ -161,8 +161,14 @@ class Engine:
         flight = self._requests.add(request, on_tokens)
         flight.watch = watch
         flight.outcome = asyncio.get_running_loop().create_future()
-        if (link := self._fleet.serving) is not None:
-            link.send(Submit([self._requests.give(flight, link.generation)]))
+        try:
+            if (link := self._fleet.serving) is not None:
+                link.send(Submit([self._requests.give(flight, link.generation)]))
+            else:
+                pack(flight.work())  # what cannot be sent must not wait for the next worker
+        except Exception as error:
+            self._end(flight, RequestState.FAILED)
+            raise RequestRefused(f"request {request.id} cannot be sent to a worker: {error}") from None
         try:
             return await flight.outcome
         except asyncio.CancelledError:

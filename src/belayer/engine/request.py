@@ -72,21 +72,26 @@ def _all_of(value: Any, kind: type, fits: Callable[[Any], bool]) -> bool:
     return isinstance(value, tuple | list) and all(type(item) is kind and fits(item) for item in value)
 
 
-_INFINITY = float("inf")
+def _sendable(text: str) -> bool:
+    """Whether it says something and can be written as UTF-8: half a surrogate pair cannot."""
+    return bool(text) and not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+_MOST = 1_000_000_000  # of any count or factor: what travels to a worker must fit its messages
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_tokens": ("at least 1", _whole(lambda v: v >= 1)),
+    "max_tokens": ("in [1, 1e9]", _whole(lambda v: 1 <= v <= _MOST)),
     "seed": ("in [0, 2**64)", _whole(lambda v: 0 <= v < 1 << 64)),
-    "temperature": ("0 or greater, and finite", _number(lambda v: 0 <= v < _INFINITY)),
-    "top_k": ("0 (off) or greater", _whole(lambda v: v >= 0)),
+    "temperature": ("in [0, 1e9]", _number(lambda v: 0 <= v <= _MOST)),
+    "top_k": ("in [0, 1e9], 0 is off", _whole(lambda v: 0 <= v <= _MOST)),
     "top_p": ("in (0, 1]", _number(lambda v: 0 < v <= 1)),
     "min_p": ("in [0, 1]", _number(lambda v: 0 <= v <= 1)),
-    "repetition_penalty": ("greater than 0, and finite", _number(lambda v: 0 < v < _INFINITY)),
+    "repetition_penalty": ("in (0, 1e9]", _number(lambda v: 0 < v <= _MOST)),
     "presence_penalty": ("in [-2, 2]", _number(lambda v: -2 <= v <= 2)),
     "frequency_penalty": ("in [-2, 2]", _number(lambda v: -2 <= v <= 2)),
-    "stop_token_ids": ("token ids", lambda v: _all_of(v, int, lambda item: item >= 0)),
-    "stop": ("strings that are not empty", lambda v: _all_of(v, str, bool)),
-    "n": ("at least 1", _whole(lambda v: v >= 1)),
-    "top_logprobs": ("0 or greater", _whole(lambda v: v >= 0)),
+    "stop_token_ids": ("token ids", lambda v: _all_of(v, int, lambda item: 0 <= item <= _MOST)),
+    "stop": ("strings that are not empty, of whole characters", lambda v: _all_of(v, str, _sendable)),
+    "n": ("in [1, 1e9]", _whole(lambda v: 1 <= v <= _MOST)),
+    "top_logprobs": ("in [0, 1e9]", _whole(lambda v: 0 <= v <= _MOST)),
 }
 
 
