@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_example_is_the_file():
     readme = (ROOT / "README.md").read_text()
-    source = (ROOT / "examples" / "first_rollout.py").read_text().split('"""', 2)[2].strip()
+    source = (ROOT / "examples" / "own_environment.py").read_text().split('"""', 2)[2].strip()
     assert f"```python\n{source}\n```" in readme
     assert not re.search(r"@[A-Z]+@", readme), "a figure was never filled in"
 
