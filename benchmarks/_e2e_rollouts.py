@@ -26,7 +26,7 @@ from belayer import events as ev
 from belayer.config import Config
 from belayer.errors import RolloutFailed
 from belayer.observe.survivorship import LengthClass, survivorship
-from belayer.rollout import trajectory
+from belayer.trajectory import trajectory
 from belayer.verify import verify_run
 
 from ._eta import Eta

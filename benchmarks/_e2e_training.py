@@ -26,9 +26,9 @@ from belayer.config import Config, load_config
 from belayer.errors import ConfigError
 from belayer.journal import compare_runs, read_histories
 from belayer.observe.survivorship import LengthClass, survivorship
-from belayer.rollout import trajectory
 from belayer.run import open_directory
 from belayer.training.job import run_job
+from belayer.trajectory import trajectory
 from belayer.verify import verify_run
 
 from ._e2e_rollouts import TARGET, arm_config, merged

@@ -31,8 +31,9 @@ from belayer.checkpoint.predictors import LogNormal, expected_exposed
 from belayer.config import Config, EngineConfig
 from belayer.engine import GenerationRequest, Sampling
 from belayer.journal import Journal
-from belayer.rollout import Trajectory, _derive
 from belayer.run import Run
+from belayer.seeds import derive_seed
+from belayer.trajectory import Trajectory
 from belayer.verify import verify_run
 
 from ._calibration import Calibration
@@ -263,8 +264,8 @@ async def _unprotected(run: Run, batch: list[dict[str, Any]], name: str) -> Side
 
     async def one(index: int, task: dict[str, Any]) -> tuple[list[int], float]:
         nonlocal rollout_s
-        seed = _derive(run.config.run.seed, f"{name}-{index}-0")  # that of the protected rollout
-        seeds = [_derive(seed, f"turn {turn}") for turn in range(len(task["steps"]))]
+        seed = derive_seed(run.config.run.seed, f"{name}-{index}-0")  # that of the protected rollout
+        seeds = [derive_seed(seed, f"turn {turn}") for turn in range(len(task["steps"]))]
         key = f"plain-{name}-{index}"
         async with slots:
             begun = time.perf_counter()

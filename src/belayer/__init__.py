@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from belayer.config import Config, load_config
     from belayer.errors import BelayerError
-    from belayer.rollout import Rollout, RolloutSandbox, Trajectory, Turn
+    from belayer.rollout import Rollout, RolloutSandbox, Turn
     from belayer.run import Run
+    from belayer.trajectory import Trajectory
 
 try:
     __version__ = version("belayer")
@@ -26,7 +27,7 @@ _WHERE = {
     "Rollout": "rollout",
     "RolloutSandbox": "rollout",
     "Run": "run",
-    "Trajectory": "rollout",
+    "Trajectory": "trajectory",
     "Turn": "rollout",
     "load_config": "config",
 }

@@ -42,6 +42,9 @@ error: see `belayer.sandbox.ExecResult`. An infrastructure failure is never turn
 
 from __future__ import annotations
 
+RESUME = "`belayer resume` the run, or start your program again"
+"""What to do once the cause of a stop is repaired; fits runs of `belayer train` and of programs."""
+
 
 class BelayerError(Exception):
     """Base of every error that Belayer raises on purpose.

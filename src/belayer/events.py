@@ -66,8 +66,8 @@ CHECKPOINT_SKIPPED = "checkpoint.skipped"
 # emitted when a checkpoint's background write has ended: it survives a reboot from here on
 CHECKPOINT_DURABLE = "checkpoint.durable"  # id, bytes, wall_s
 
-# a checkpoint was taken, or a restore was made from one, that holds no processes; subject: the sandbox
 CHECKPOINT_RETRIED = "checkpoint.retried"  # reason: it was refused for something that passes, and is tried once more
+# a checkpoint was taken, or a restore was made from one, that holds no processes; subject: the sandbox
 CHECKPOINT_LEVEL = "checkpoint.level"  # id, level, reason (why not full), lost (what a restore will not bring back)
 RESTORE_LEVEL = "restore.level"  # id, level, reason, lost (what was not brought back)
 

@@ -1,4 +1,4 @@
-"""What user code touches: `Rollout`, its `sandbox`, and the `Trajectory` that comes out.
+"""What user code touches: `Rollout`, its `sandbox`, and the `Turn` of the model.
 
 A rollout function is an async function of one `Rollout`. Every call it makes is answered from the journal if the
 journal already has the answer, and otherwise performed, journalled, and then returned. So the function can be run
@@ -7,7 +7,6 @@ again from its start at any time: after a crash of the driver, or after the cont
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import random
@@ -22,12 +21,13 @@ from belayer._awaited import LastCall, noticed
 from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk, TokenSink
 from belayer.errors import BelayerError, RequestRefused, TurnRestarted
 from belayer.faults import failpoints
-from belayer.journal import Call, History, Journal
+from belayer.journal import Call, Journal
 from belayer.journal.records import TokensAppended, TurnVoided, ValueDrawn
 from belayer.recovery import EnvironmentKeeper, RestartFunction
 from belayer.recovery.actions import Action, Exec, Exists, Failed, Read, Shell, Write, asked, from_journal, host_file
 from belayer.recovery.divergence import diverged
 from belayer.sandbox import ExecResult
+from belayer.seeds import derive_seed
 
 
 class Tokenizer(Protocol):
@@ -46,27 +46,6 @@ class Turn(msgspec.Struct, frozen=True):
     weights_versions: list[int]
     finish_reason: str
     text: str = ""
-
-
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout, as a trainer wants it.
-
-    `token_ids`, `loss_mask` (1 for the model's own tokens), `logprobs` (0.0 where the mask is 0) and
-    `weights_versions` (-1 where the mask is 0) have equal lengths. (rollout_id, attempt) identifies it for ever.
-    """
-
-    rollout_id: str
-    group: str
-    attempt: int
-    reward: float
-    token_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    weights_versions: list[int]
-    task: Any
-    turns: int
-    restores: int = 0
-    truncations: int = 0
 
 
 class RolloutSandbox:
@@ -194,7 +173,7 @@ class Rollout:
         with self._one_call("generate"):
             sampling = Sampling(
                 max_tokens=max_tokens,
-                seed=_derive(self.seed, f"turn {self._turns}"),
+                seed=derive_seed(self.seed, f"turn {self._turns}"),
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
@@ -384,40 +363,3 @@ class _OneCall:
         fatal = isinstance(error, BelayerError) and not isinstance(error, RequestRefused)
         if fatal or isinstance(error, RestartFunction):
             self._rollout.broken = self._rollout.broken or error
-
-
-RolloutFunction = Callable[[Rollout], "asyncio.Future[float] | Any"]
-
-
-def trajectory(history: History) -> Trajectory:
-    """The trajectory of a finished rollout, from its journal alone."""
-    assert history.started is not None and history.reward is not None
-    ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for call in history.calls:
-        model = call.kind == "generate"
-        ids += call.ids
-        mask += [int(model)] * len(call.ids)
-        logprobs += call.logprobs if model else [0.0] * len(call.ids)
-        versions += call.versions if model else [-1] * len(call.ids)
-    return Trajectory(
-        rollout_id=history.rollout,
-        group=history.started.group,
-        attempt=history.attempt,
-        reward=history.reward,
-        token_ids=ids,
-        loss_mask=mask,
-        logprobs=logprobs,
-        weights_versions=versions,
-        task=history.started.task,
-        turns=sum(call.kind == "generate" for call in history.calls),
-        restores=history.restores,
-        truncations=history.truncations,
-    )
-
-
-def _derive(seed: int, what: str) -> int:
-    """A seed of its own for `what`, the same in every run with the same `seed`."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=8).digest()) >> 1

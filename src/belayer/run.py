@@ -21,6 +21,7 @@ from belayer.checkpoint.policy import Policy
 from belayer.config import Config, ObserveConfig
 from belayer.engine import Engine
 from belayer.errors import (
+    RESUME,
     BelayerError,
     BudgetSpent,
     ConfigError,
@@ -46,17 +47,18 @@ from belayer.recovery.breaker import CircuitBreaker
 from belayer.recovery.environment import environment_name
 from belayer.recovery.quarantine import Quarantine
 from belayer.recovery.watchdog import ProgressWatchdog
-from belayer.rollout import Rollout, Tokenizer, Trajectory, _derive, trajectory
+from belayer.rollout import Rollout, Tokenizer
 from belayer.run_directory import RunDirectory
 from belayer.sandbox import Sandbox, Sandboxes
 from belayer.sandbox import reap as reap_sandboxes
+from belayer.seeds import derive_seed
+from belayer.trajectory import Trajectory, trajectory
 
 if TYPE_CHECKING:
     import torch
 
 Solve = Callable[[Rollout], Awaitable[float]]
 END_S = 60.0  # a rollout that was cancelled has so long to end
-RESUME = "`belayer resume` the run, or start your program again"
 
 
 class Run:
@@ -468,7 +470,7 @@ class Run:
     def _begin(self, rollout_id: str, group: str, task: Any) -> None:
         attempt = self.journal.history(rollout_id).attempts
         # the seed does not depend on the attempt: a fresh start is the same rollout, not another draw
-        seed = _derive(self.config.run.seed, rollout_id)
+        seed = derive_seed(self.config.run.seed, rollout_id)
         self.journal.record(r.RolloutStarted(rollout=rollout_id, attempt=attempt, group=group, task=task, seed=seed))
         self._emit(events.ROLLOUT_STARTED, rollout_id, group=group, attempt=attempt)
 

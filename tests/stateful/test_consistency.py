@@ -35,9 +35,9 @@ from belayer.errors import (
 )
 from belayer.journal import Journal
 from belayer.recovery.breaker import CircuitBreaker
-from belayer.rollout import Trajectory
 from belayer.run import Run
 from belayer.sandbox import ExecResult
+from belayer.trajectory import Trajectory
 from belayer.verify import verify_run
 
 pytestmark = pytest.mark.stateful

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from belayer.integrations.trl import load_grpo, publish_weights, rollout_func, rollout_reward, to_trl
-from belayer.rollout import Trajectory
+from belayer.trajectory import Trajectory
 
 pytestmark = pytest.mark.unit
 pytest.importorskip("trl", reason="needs the extra `train`")

@@ -15,8 +15,8 @@ import pytest
 
 from belayer.config import TrainConfig
 from belayer.errors import BelayerError
-from belayer.rollout import Trajectory
 from belayer.training import StepReport, TrainingError, TrainingStopped, load_task, newest_state, prepare_model, train
+from belayer.trajectory import Trajectory
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from tests.unit.test_verify import story
 from belayer.journal import records as r
 from belayer.journal.journal import fold
 from belayer.observe.transcript import transcript
-from belayer.rollout import trajectory
+from belayer.trajectory import trajectory
 
 pytestmark = pytest.mark.unit
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from belayer.integrations._protected import BlockingSandbox, ProtectedSandbox
-    from belayer.rollout import Trajectory
+    from belayer.trajectory import Trajectory
 
 Collect = Callable[[list[Any], Any], Sequence["Trajectory"]]
 Publish = Callable[[Iterable[tuple[str, "torch.Tensor"]], int], None]

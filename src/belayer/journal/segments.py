@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from belayer.errors import JournalCorrupt, JournalError, RunInUse, RunVersionMismatch, StorageFull
+from belayer.errors import RESUME, JournalCorrupt, JournalError, RunInUse, RunVersionMismatch, StorageFull
 from belayer.faults import failpoints
 from belayer.files import sync_folder
 from belayer.journal import archive
@@ -230,7 +230,7 @@ class SegmentWriter:
             raise JournalError(
                 f"the journal in {self._folder} stopped after a failed write: {self._failed}",
                 kept="every record before it",
-                next_step="repair the disk, then `belayer resume` the run",
+                next_step=f"repair the disk, then {RESUME}",
             )
         if self._size >= self._segment_bytes:
             self.rotate()
@@ -267,7 +267,7 @@ class SegmentWriter:
             return StorageFull(
                 f"no room for the journal in {self._folder}",
                 kept="every earlier record",
-                next_step="make room, then `belayer resume` the run",
+                next_step=f"make room, then {RESUME}",
             )
         return JournalError(f"the journal in {self._folder} cannot be written: {error}")
 

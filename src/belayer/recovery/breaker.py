@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from belayer.errors import CircuitOpen
+from belayer.errors import RESUME, CircuitOpen
 
 
 class CircuitBreaker:
@@ -28,5 +28,5 @@ class CircuitBreaker:
             raise CircuitOpen(
                 f"{self._streak} environment failures in a row without one completed action; the first: {self._first}",
                 kept="the journal; finished rollouts stay finished",
-                next_step="`belayer doctor` shows what this host can do; then `belayer resume` the run",
+                next_step=f"`belayer doctor` shows what this host can do; then {RESUME}",
             )

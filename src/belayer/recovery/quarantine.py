@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from belayer.errors import Quarantined
+from belayer.errors import RESUME, Quarantined
 
 
 class Quarantine:
@@ -35,5 +35,5 @@ class Quarantine:
                     f"(recovery.quarantine = {self._limit})",
                     first=reasons[0],
                     kept="the journal",
-                    next_step="repair the cause, then `belayer resume` the run",
+                    next_step=f"repair the cause, then {RESUME}",
                 )

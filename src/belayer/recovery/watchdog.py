@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from belayer.errors import NoProgress
+from belayer.errors import RESUME, NoProgress
 
 SHOWN = 12  # rollouts that the error names
 
@@ -50,5 +50,5 @@ class ProgressWatchdog:
             f"nothing was journalled for {idle_s:.0f} s although {len(places)} rollouts are under way "
             f"(recovery.no_progress_s = {self._limit_s:g}):\n  " + "\n  ".join(places[:SHOWN]) + more,
             kept="the journal; finished rollouts stay finished",
-            next_step="look at what they wait for, then `belayer resume` the run",
+            next_step=f"look at what they wait for, then {RESUME}",
         )

@@ -28,7 +28,7 @@ from belayer.training.state import SavedState, mark_complete, newest_state, remo
 from belayer.training.task import Task
 
 if TYPE_CHECKING:
-    from belayer.rollout import Trajectory
+    from belayer.trajectory import Trajectory
 
 
 def train(

@@ -13,7 +13,7 @@ from belayer.errors import BelayerError
 if TYPE_CHECKING:
     import torch
 
-    from belayer.rollout import Trajectory
+    from belayer.trajectory import Trajectory
 
 
 class TrainingError(BelayerError):

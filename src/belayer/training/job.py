@@ -24,7 +24,6 @@ from belayer.groups import counting
 from belayer.journal import read_histories, scan
 from belayer.journal.records import Acknowledged
 from belayer.ownership.reap import label_of_process
-from belayer.rollout import Trajectory, trajectory
 from belayer.run import Run
 from belayer.run_directory import RunDirectory
 from belayer.training.grpo import train
@@ -32,6 +31,7 @@ from belayer.training.interface import StepReport, TrainingStopped
 from belayer.training.model import prepare_model
 from belayer.training.state import newest_state
 from belayer.training.task import Task, load_task
+from belayer.trajectory import Trajectory, trajectory
 from belayer.versions import versions
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import msgspec
 from belayer.journal import records as r
 from belayer.journal.history import History
 from belayer.journal.segments import scan
-from belayer.rollout import trajectory
+from belayer.trajectory import trajectory
 from belayer.verify.witness import Attempt
 
 

@@ -11,7 +11,7 @@ from belayer.engine import Sampling
 from belayer.gateway.dialects._fields import Fields
 from belayer.gateway.dialects.base import Ask, Served
 from belayer.gateway.problems import Problem, bad, unsupported
-from belayer.rollout import _derive
+from belayer.seeds import derive_seed
 
 _GRAMMAR = "output held to a grammar would lose the grammar's state when a worker is replaced"
 _ELSEWHERE = "it is not part of what the journal can continue"
@@ -28,6 +28,8 @@ class Wish(msgspec.Struct, kw_only=True):
     keep_stop: bool
     skip_special: bool
     ends: frozenset[int]
+    where: str = ""
+    """The object that the parameters were in."""
 
     @property
     def greedy(self) -> bool:
@@ -38,7 +40,7 @@ class Wish(msgspec.Struct, kw_only=True):
     def asks(self, prompts: list[list[int]], served: Served) -> list[Ask]:
         """One ask per prompt and choice, prompts first."""
         if len(prompts) * self.n > MOST_CHOICES:
-            raise bad(f"{len(prompts)} prompts × n {self.n} are more than {MOST_CHOICES} completions")
+            raise bad(f"{len(prompts)} prompts × n {self.n} are more than {MOST_CHOICES} completions", "n")
         return [
             Ask(prompt_ids=prompt, sampling=self._sampling(prompt, served, choice), seeded=self.seed is not None)
             for prompt in prompts
@@ -52,17 +54,18 @@ class Wish(msgspec.Struct, kw_only=True):
             raise Problem(
                 400,
                 f"this model's context is {served.max_model_len} tokens; {len(prompt)} of the prompt{wanted} are more",
-                param="prompt",
+                param="prompt" if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
         if self.seed is None:
             seed = secrets.randbits(63)
         else:
-            seed = self.seed % (1 << 64) if choice == 0 else _derive(self.seed, f"choice {choice}")
+            seed = self.seed % (1 << 64) if choice == 0 else derive_seed(self.seed, f"choice {choice}")
         limit = room if self.max_tokens is None else self.max_tokens
         sampling = Sampling(**self.values, max_tokens=limit, seed=seed)
         if (problem := sampling.problem()) is not None:
-            raise bad(problem)
+            name = problem.partition(" ")[0]  # it begins with the parameter's name
+            raise bad(problem, f"{self.where}.{name}" if self.where else name)
         return sampling
 
 
@@ -70,7 +73,7 @@ def model_of(fields: Fields, served: Served) -> str:
     """The model's name in answers. Raises `Problem` (404) for a model that is not served."""
     name = fields.text("model", served.names[0])
     if name not in served.names:
-        known = ", ".join(served.names)
+        known = ", ".join(served.shown)
         raise Problem(404, f"the model {name!r} is not served here; {known} is", param="model", code="model_not_found")
     return name
 
@@ -139,6 +142,7 @@ def _common(fields: Fields, served: Served, *, limit: int | None, seed: int | No
         keep_stop=False,
         skip_special=fields.flag("skip_special_tokens", True),
         ends=ends,
+        where=fields.where,
     )
 
 

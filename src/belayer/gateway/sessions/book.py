@@ -15,8 +15,9 @@ from belayer.gateway.generation import Generation, Runner
 from belayer.gateway.problems import Problem, bad
 from belayer.gateway.sessions.session import Branch, Session, Turn
 from belayer.gateway.upstream import Upstream
-from belayer.journal import Journal
-from belayer.rollout import _derive
+from belayer.journal import Call, Journal
+from belayer.seeds import derive_seed
+from belayer.trajectory import columns
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
@@ -65,7 +66,7 @@ class Sessions:
                 raise Problem(409, f"session {id} exists with another seed", param="seed", code="session_exists")
             return session, False
         session = Session(id, self._journal)
-        session.add_branch(group or id, task, _derive(self._seed, id) if seed is None else seed)
+        session.add_branch(group or id, task, derive_seed(self._seed, id) if seed is None else seed)
         self._sessions[id] = session
         return session, True
 
@@ -174,37 +175,27 @@ def describe(session: Session, *, tokens: bool = True) -> dict[str, Any]:
 
 def _trajectory(branch: Branch) -> dict[str, Any]:
     """The complete turns of a branch in the form of `belayer.Trajectory`, and each turn by itself."""
-    ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
+    calls: list[Call] = []
+    prompt_tokens = 0
     turns: list[dict[str, Any]] = []
     failed = branch.history.failed
     for turn in branch.turns:
         call = turn.call
         made = call is not None and bool(call.finish)
-        observed = branch.history.calls[turn.number - 1].ids
-        ids += observed
+        calls.append(branch.history.calls[turn.number - 1])
+        prompt_tokens += len(calls[-1].ids)
         about: dict[str, Any] = {"request": turn.intent.turn, "key": turn.intent.key, "answered": turn.answered}
-        about |= {"prompt_tokens": len(ids), "finish_reason": turn.finish or None}
+        about |= {"prompt_tokens": prompt_tokens, "finish_reason": turn.finish or None}
         about["completion_tokens"] = len(call.ids) if call is not None else 0
         turns.append(about)
-        mask += [0] * len(observed)
-        logprobs += [0.0] * len(observed)
-        versions += [-1] * len(observed)
         if made:
             assert call is not None
-            ids += call.ids
-            mask += [1] * len(call.ids)
-            logprobs += call.logprobs
-            versions += call.versions
+            calls.append(call)
+            prompt_tokens += len(call.ids)
     return {
         "rollout_id": branch.history.rollout,
         "attempt": branch.history.attempt,
         "failed": None if failed is None else f"{failed.error}: {failed.reason}",
-        "token_ids": ids,
-        "loss_mask": mask,
-        "logprobs": logprobs,
-        "weights_versions": versions,
+        **columns(calls)._asdict(),
         "turns": turns,
     }

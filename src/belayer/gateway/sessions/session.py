@@ -17,7 +17,7 @@ from belayer.gateway.problems import Problem
 from belayer.gateway.sessions.intent import Intent, fingerprint, read, write
 from belayer.journal import Call, History, Journal
 from belayer.journal import records as r
-from belayer.rollout import _derive
+from belayer.seeds import derive_seed
 
 DELETED = "SessionDeleted"
 GIVEN_UP = "GivenUp"
@@ -165,7 +165,7 @@ class Session:
         """Journal a new request. Where the client chose no seed, the session's own decides."""
         number = len(self.turns)
         if not seeded:
-            seed = _derive(self.started.seed, f"turn {number}")
+            seed = derive_seed(self.started.seed, f"turn {number}")
             sampling = msgspec.structs.replace(sampling, seed=seed)
         mark = fingerprint(prompt_ids, sampling, seeded)
         self._turned_away.discard(mark)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from belayer.engine import GenerationRequest
-from belayer.rollout import _derive
+from belayer.seeds import derive_seed
 
 Kind = Literal["vllm", "sglang"]
 
@@ -34,7 +34,7 @@ def question(kind: Kind, model: str, request: GenerationRequest, made: list[int]
     gets a seed of its own: with the old one a server would repeat its random numbers from the first position on.
     """
     sampling = request.sampling
-    seed = (sampling.seed if not made else _derive(sampling.seed, f"resumed at {len(made)}")) % (1 << 63)
+    seed = (sampling.seed if not made else derive_seed(sampling.seed, f"resumed at {len(made)}")) % (1 << 63)
     prompt = request.prompt_ids + made
     rest = sampling.max_tokens - len(made)
     common = {
