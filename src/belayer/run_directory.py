@@ -20,6 +20,7 @@ from typing import Any
 
 from belayer.errors import RunError, RunInUse, RunVersionMismatch, StorageFull
 from belayer.files import make_folder_durably, write_atomically
+from belayer.journal import Tail, read_tail
 
 FORMAT = 1
 
@@ -109,16 +110,49 @@ def driver_of(path: Path) -> tuple[int | None, bool]:
     return pid, False
 
 
+def read_about(path: Path) -> dict[str, Any]:
+    """What the run in `path` says of itself. Raises `RunError` if that is not there or damaged."""
+    about = _read_about(path)
+    if about is None:
+        raise RunError(f"{path} is not a run directory: it has no run.json", next_step="check the path")
+    return about
+
+
+def configured(about: dict[str, Any], section: str) -> dict[str, Any]:
+    """A section of the configuration that a run was made with; empty where it does not say."""
+    config = about.get("config")
+    found = config.get(section) if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def damaged(path: Path) -> RunError:
+    """The error for a run in `path` whose run.json cannot be understood."""
+    return RunError(
+        f"{path / 'run.json'} is damaged",
+        kept="the journal beside it",
+        next_step='restore it from a copy, or write it anew: {"format": 1, "seed": SEED} with the seed of the run is '
+        "enough to go on",
+    )
+
+
+def unread_tail(path: Path) -> Tail | None:
+    """What the journal of the run in `path` ends with that is no record.
+
+    None while a driver lives: it may be in the middle of a write. Raises `JournalError`.
+    """
+    return None if driver_of(path)[1] else read_tail(path / "journal")
+
+
 def _read_about(path: Path) -> dict[str, Any] | None:
     try:
-        text = (path / "run.json").read_text()
+        text = (path / "run.json").read_bytes()
     except FileNotFoundError:
         return None
     try:
         about = json.loads(text)
         found = about["format"]
     except (ValueError, KeyError, TypeError):
-        raise RunError(f"{path / 'run.json'} is damaged", kept="the journal beside it") from None
+        raise damaged(path) from None
     if found != FORMAT:
         raise RunVersionMismatch(
             f"{path} was written in run format {found}, this Belayer reads format {FORMAT}",

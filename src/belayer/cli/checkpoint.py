@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from rich.table import Table
 from belayer.checkpoint.manifest import Manifest, read_manifest
 from belayer.config import SandboxConfig, load_config
 from belayer.errors import CheckpointDamaged, RunError
-from belayer.run_directory import RunDirectory
+from belayer.run_directory import RunDirectory, configured, read_about
 from belayer.sandbox._data import RunPlaces
 from belayer.sandbox.store import Store
 from belayer.sandbox.transfer import export_checkpoint, import_checkpoint
@@ -106,8 +105,7 @@ def _store(run: Path, *, durable: bool) -> Iterator[Store]:
     """The store that the run uses, by its own configuration; for a new run by this process's."""
     config = load_config().sandbox
     if (run / "run.json").is_file():
-        about = json.loads((run / "run.json").read_text())
-        config = SandboxConfig.model_validate(about.get("config", {}).get("sandbox", {}))
+        config = SandboxConfig.model_validate(configured(read_about(run), "sandbox"))
     store = Store.open(config.store, config.store_bytes, kind=config.store_kind, durable=durable)
     try:
         yield store

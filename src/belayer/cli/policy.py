@@ -12,7 +12,7 @@ from belayer.cli.inspect import need_run
 from belayer.config import PolicyConfig, load_config
 from belayer.errors import ConfigError, RunInUse
 from belayer.files import write_atomically
-from belayer.run_directory import RunDirectory
+from belayer.run_directory import RunDirectory, configured, read_about
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -20,6 +20,7 @@ console = Console(highlight=False, soft_wrap=True)
 def policy_command(run: Path, name: str | None, *, every: int | None, reset: bool) -> int:
     """Show or change it. Raises `RunError`, `ConfigError`."""
     need_run(run)
+    read_about(run)  # before anything is changed
     file = run / FILE
     if reset and (name or every):
         raise ConfigError("--reset goes back to the configuration: it takes no policy", next_step="leave one out")
@@ -41,10 +42,14 @@ def policy_command(run: Path, name: str | None, *, every: int | None, reset: boo
 
 def _described(run: Path) -> str:
     chosen = read_choice(run / FILE)
-    settings = json.loads((run / "run.json").read_text()).get("config", {}).get("policy", {})
-    policy = chosen or PolicyConfig.model_validate(settings)
+    policy = chosen or _of_the_run(run)
     name = f"every-{policy.every}" if policy.name == "every-n" else policy.name
     return f"{run}: {name} ({'chosen by `belayer policy`' if chosen else 'as configured'})"
+
+
+def _of_the_run(run: Path) -> PolicyConfig:
+    settings = configured(read_about(run), "policy")
+    return load_config(overrides={f"policy.{key}": value for key, value in settings.items()}).policy
 
 
 def _is_alive(run: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,20 @@ from belayer.errors import JournalCorrupt, RunError
 from belayer.journal import AnyRecord, History, read_histories, result_gone, scan
 from belayer.observe.survivorship import survivorship
 from belayer.observe.transcript import Entry, tokenizer_of, transcript
+from belayer.run_directory import configured, read_about, unread_tail
 
 LIMIT = 500  # characters shown of one text; --json has all of it
 _QUIET = ("no checkpoint", "checkpoint", "policy", "value")
 console = Console(highlight=False, soft_wrap=True)
+errors = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
 def show_command(run: Path, rollout: str | None, *, as_json: bool) -> int:
     """Print it. Raises `RunError` for a run or a rollout that is not there."""
     need_run(run)
     histories = read_histories(run / "journal")
+    if (tail := unread_tail(run)) is not None:
+        errors.print(f"journal: {tail}", markup=False)
     if rollout is None:
         if as_json:
             console.print_json(data=[_summary(history) for history in histories.values()])
@@ -55,7 +58,12 @@ def _records(journal: Path, rollout: str) -> tuple[list[AnyRecord], str]:
 
 
 def _model(run: Path) -> str | None:
-    return json.loads((run / "run.json").read_text()).get("config", {}).get("engine", {}).get("model")
+    try:
+        model = configured(read_about(run), "engine").get("model")
+    except RunError as error:
+        errors.print(f"without text, only token ids: {error}", markup=False)
+        return None
+    return model if isinstance(model, str) else None
 
 
 def _summary(history: History) -> dict[str, Any]:

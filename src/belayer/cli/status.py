@@ -38,6 +38,8 @@ def status_command(run: Path, *, as_json: bool, watch: bool, every_s: float = 1.
     if watch and status.state in _GOING:
         return _watch(reader, status, every_s)
     console.print(_head(status))  # on its own, unwrapped: it may hold a command to copy
+    if status.journal_unread:
+        console.print(f"journal: {status.journal_unread}", markup=False)
     console.print(_body(reader, status))
     return _code(status)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from belayer.config import SandboxConfig
 from belayer.errors import ConfigError
 from belayer.ownership import RunLabel
 from belayer.ownership.reap import reap
+from belayer.run_directory import configured, read_about
 from belayer.sandbox import Sandboxes
 from belayer.verify import Reexecution, Verdict, reexecute, verify_run
 
@@ -39,8 +39,7 @@ def verify_command(run: Path, *, replay: int, seed: int, as_json: bool) -> int:
 
 
 async def _replay(run: Path, count: int, seed: int) -> Reexecution:
-    settings = json.loads((run / "run.json").read_text()).get("config", {}).get("sandbox", {})
-    config = SandboxConfig.model_validate(settings)
+    config = SandboxConfig.model_validate(configured(read_about(run), "sandbox"))
     await asyncio.to_thread(reap)
     with RunLabel.new(f"verify {run}") as label, tempfile.TemporaryDirectory(prefix="belayer-verify-") as folder:
         sandboxes = await Sandboxes.open(config, label, checkpoints=Path(folder))
@@ -66,12 +65,26 @@ def _print(run: Path, verdict: Verdict, again: Reexecution | None) -> None:
     )
     if verdict.results_gone:
         console.print(f"{verdict.results_gone} results of acknowledged rollouts were taken out by run.retention")
+    if verdict.short_groups:
+        console.print(f"groups of which a member failed for good, as journalled: {', '.join(verdict.short_groups)}")
+    if verdict.unread:
+        console.print(f"journal: {verdict.unread}", markup=False)
+    for what in verdict.damage:
+        if what != verdict.unread:
+            console.print(f"damaged: {what}", markup=False)
     for finding in verdict.findings[:SHOWN]:
         console.print(f"broken: {finding.rollout}, attempt {finding.attempt}: {finding.what}", markup=False)
     if len(verdict.findings) > SHOWN:
         console.print(f"… and {len(verdict.findings) - SHOWN} more; --json has all of them")
-    if verdict.consistent:
+    if verdict.consistent and not verdict.records:
+        console.print("nothing to examine: nothing was journalled yet")
+    elif verdict.consistent:
         console.print("consistent: every context describes what its environment did")
+    elif not verdict.findings:
+        console.print(
+            "NOT consistent: no record contradicts another, but something of this run is damaged or gone. Restore the "
+            "run directory from a copy, or start the run anew."
+        )
     else:
         console.print(
             f"NOT consistent: {len(verdict.findings)} broken promises. Do not train on these rollouts; "

@@ -6,6 +6,7 @@ from belayer.journal.history import Call, Checkpoint, History
 from belayer.journal.journal import Journal, read_histories
 from belayer.journal.records import AnyRecord, Gone, result_gone
 from belayer.journal.segments import scan
+from belayer.journal.tail import Tail, read_tail
 
 __all__ = [
     "AnyRecord",
@@ -17,8 +18,10 @@ __all__ = [
     "History",
     "Journal",
     "Retention",
+    "Tail",
     "compare_runs",
     "read_histories",
+    "read_tail",
     "result_gone",
     "scan",
 ]

@@ -63,12 +63,14 @@ def read_segment(path: Path, data: bytes, expected_seq: int, *, last: bool) -> I
     file's size. Raises `JournalCorrupt` for any other damage and `RunVersionMismatch` for another format.
     """
     if len(data) < SEGMENT_HEADER.size:
-        if last:
+        if last and data[: len(MAGIC)] == MAGIC[: len(data)]:
             return
+        if last:
+            raise _no_segment(path)
         raise JournalCorrupt(f"{path}: the segment header is cut off", kept="all earlier segments")
     magic, version, _, first_seq = SEGMENT_HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise JournalCorrupt(f"{path}: this is not a journal segment", kept="all earlier segments")
+        raise _no_segment(path)
     if version not in READABLE:
         raise RunVersionMismatch(
             f"{path}: journal format {version}, this Belayer reads {' and '.join(map(str, READABLE))}",
@@ -92,6 +94,22 @@ def read_segment(path: Path, data: bytes, expected_seq: int, *, last: bool) -> I
         offset += FRAME_HEADER.size + len(payload)
         yield seq, offset, payload
         expected_seq += 1
+
+
+def begins_frame(data: bytes, seq: int) -> bool:
+    """Whether the write of record `seq`, cut off somewhere, leaves these bytes."""
+    if len(data) < FRAME_HEADER.size:
+        return len(data) < 4 or int.from_bytes(data[:4], "little") <= MAX_PAYLOAD
+    length, _, found = FRAME_HEADER.unpack_from(data)
+    return found == seq and length <= MAX_PAYLOAD and len(data) < FRAME_HEADER.size + length
+
+
+def _no_segment(path: Path) -> JournalCorrupt:
+    return JournalCorrupt(
+        f"{path}: this is not a journal segment",
+        kept="all earlier segments; the file is left as it is",
+        next_step="restore the run directory from a copy, or start the run anew",
+    )
 
 
 def _any_frame_after(data: bytes, offset: int, seq: int) -> bool:

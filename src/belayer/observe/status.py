@@ -15,14 +15,14 @@ from typing import Any, Literal
 import msgspec
 
 from belayer import events as ev
-from belayer.errors import RunError
+from belayer.errors import JournalError, RunError
 from belayer.events import Event
 from belayer.journal import read_histories
 from belayer.observe._clock import RunClock
 from belayer.observe._live_state import LiveFeed, LiveState
 from belayer.observe._values import quantile, whole
 from belayer.observe.metrics import MetricsTail
-from belayer.run_directory import driver_of
+from belayer.run_directory import damaged, driver_of, unread_tail
 
 State = Literal["starting", "running", "finished", "stopped"]
 _SILENT_S = 60.0
@@ -84,6 +84,8 @@ class RunStatus(msgspec.Struct, kw_only=True):
     recent: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """The newest faults, each with the recovery that answered it."""
     journal_bytes: int = 0
+    journal_unread: str = ""
+    """What the journal ends with that is no record; empty if nothing, and while a driver lives."""
 
 
 @dataclass(slots=True)
@@ -142,6 +144,8 @@ class RunReader:
             self._from_events(status, live, now)
         else:
             self._from_journal(status)
+        if not alive:
+            status.journal_unread = self._unread()
         status.message = self._message(status)
         return status
 
@@ -260,6 +264,13 @@ class RunReader:
                     )
                 )
 
+    def _unread(self) -> str:
+        try:
+            tail = unread_tail(self.path)
+        except JournalError as error:
+            return error.what
+        return "" if tail is None else str(tail)
+
     def _message(self, status: RunStatus) -> str:
         pid = status.driver_pid
         if status.state == "finished":
@@ -288,5 +299,5 @@ def _read_about(path: Path) -> dict[str, Any]:
     except ValueError:
         about = None
     if not isinstance(about, dict):
-        raise RunError(f"{path / 'run.json'} is damaged", kept="the journal beside it")
+        raise damaged(path)
     return about

@@ -10,7 +10,10 @@ import msgspec
 from belayer.journal import records as r
 from belayer.journal.history import History
 from belayer.journal.segments import scan
+from belayer.run_directory import read_about, unread_tail
 from belayer.trajectory import trajectory
+from belayer.verify.evidence import contradicted, description_problem, read_claims
+from belayer.verify.members import missing_members, replacement_problems, short_groups
 from belayer.verify.witness import Attempt
 
 
@@ -23,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct):
-    """What the examination of a run came to. `findings` is empty for a consistent run."""
+    """What the examination of a run came to. `findings` and `damage` are empty for a consistent run."""
 
     rollouts: int = 0
     finished: int = 0
@@ -34,20 +37,41 @@ class Verdict(msgspec.Struct):
     truncated_tokens: int = 0
     records: int = 0
     results_gone: int = 0  # taken out by retention: their digests are still compared, their text is not there
+    short_groups: list[str] = msgspec.field(default_factory=list)  # members failed for good, which is journalled
+    unread: str = ""  # what the journal ends with that is no record, as a killed driver may leave it
     findings: list[Finding] = msgspec.field(default_factory=list)
+    damage: list[str] = msgspec.field(default_factory=list)  # of the run directory, the journal's end among it
 
     @property
     def consistent(self) -> bool:
-        return not self.findings
+        return not self.findings and not self.damage
 
 
 def verify_run(run: Path) -> Verdict:
-    """Examine the journal of a run directory. Raises `JournalError` where it cannot even be read."""
-    return verify_records(scan(run / "journal"))
+    """Examine a run directory: its journal, and what else there proves. Raises `JournalError` for an unreadable one."""
+    problem = description_problem(run)
+    claims = read_claims(run)
+    tail = unread_tail(run)
+    verdict, attempts = _examine(scan(run / "journal"))
+    if tail is not None:
+        verdict.unread = str(tail)
+        if not tail.torn or not verdict.records:
+            verdict.damage.append(verdict.unread)
+    verdict.damage += contradicted(claims, attempts)
+    if problem:
+        verdict.damage.append(problem)
+    elif "gateway" not in (read_about(run) if (run / "run.json").is_file() else {}):
+        # a gateway's clients give names as they like
+        verdict.findings += [Finding(rollout, 0, what) for rollout, what in missing_members(attempts)]
+    return verdict
 
 
 def verify_records(records: Iterable[r.AnyRecord]) -> Verdict:
     """Examine records in journal order."""
+    return _examine(records)[0]
+
+
+def _examine(records: Iterable[r.AnyRecord]) -> tuple[Verdict, dict[str, list[Attempt]]]:
     verdict = Verdict()
     attempts: dict[str, list[Attempt]] = {}
     product: dict[str, History] = {}
@@ -87,7 +111,10 @@ def verify_records(records: Iterable[r.AnyRecord]) -> Verdict:
         if last is not None and last.finished is not None and not last.breaches:
             for problem in _delivery_problems(last, product[rollout]):
                 found(rollout, last.start.attempt, problem)
-    return verdict
+    for rollout, problem in replacement_problems(attempts):
+        found(rollout, attempts[rollout][-1].start.attempt, problem)
+    verdict.short_groups = short_groups(attempts)
+    return verdict, attempts
 
 
 def _start_problems(start: r.RolloutStarted, before: list[Attempt]) -> list[str]:
