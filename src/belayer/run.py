@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
-import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from belayer import events, groups
+from belayer._function_errors import where
 from belayer.checkpoint.live_policy import FILE as POLICY_FILE
 from belayer.checkpoint.live_policy import LivePolicy
 from belayer.checkpoint.policy import Policy
@@ -22,27 +19,19 @@ from belayer.config import Config, ObserveConfig
 from belayer.engine import Engine
 from belayer.errors import (
     RESUME,
-    BelayerError,
-    BudgetSpent,
     ConfigError,
-    EngineError,
     GroupFailed,
-    JournalError,
     NoProgress,
-    Quarantined,
-    RequestRefused,
     RolloutFailed,
-    RunError,
-    SandboxError,
     SandboxUnavailable,
-    StorageFull,
 )
 from belayer.faults import failpoints
 from belayer.journal import Compacted, Journal
 from belayer.journal import records as r
+from belayer.member import Around, Member, Solve
 from belayer.ownership import RunLabel
 from belayer.ownership.reap import reap
-from belayer.recovery import EnvironmentKeeper, RestartFunction
+from belayer.recovery import EnvironmentKeeper
 from belayer.recovery.breaker import CircuitBreaker
 from belayer.recovery.environment import environment_name
 from belayer.recovery.quarantine import Quarantine
@@ -51,13 +40,11 @@ from belayer.rollout import Rollout, Tokenizer
 from belayer.run_directory import RunDirectory
 from belayer.sandbox import Sandbox, Sandboxes
 from belayer.sandbox import reap as reap_sandboxes
-from belayer.seeds import derive_seed
 from belayer.trajectory import Trajectory, trajectory
 
 if TYPE_CHECKING:
     import torch
 
-Solve = Callable[[Rollout], Awaitable[float]]
 END_S = 60.0  # a rollout that was cancelled has so long to end
 
 
@@ -247,13 +234,13 @@ class Run:
         async def work(rollout_id: str, group: str, task: Any) -> None:
             try:
                 async with self._slots:
-                    finished.put_nowait(await self._run_member(solve, rollout_id, group, task))
+                    finished.put_nowait(await Member(self._around(), rollout_id, group, task, solve).run())
             except asyncio.CancelledError as error:
                 current = asyncio.current_task()
                 if current is not None and current.cancelling():
                     raise
                 what = f"the function of rollout {rollout_id} was cancelled from inside"
-                finished.put_nowait(RolloutFailed(what, first=_where(error)))
+                finished.put_nowait(RolloutFailed(what, first=where(error)))
             except BaseException as error:
                 finished.put_nowait(error)
 
@@ -332,130 +319,21 @@ class Run:
         assert self.engine is not None
         await self.engine.update_weights(tensors, policy_version)
 
-    # -- one rollout ------------------------------------------------------------------------------
-
-    async def _run_member(self, solve: Solve, rollout_id: str, group: str, task: Any) -> Trajectory:
-        """A trajectory for one place of a group: of this rollout, or, if so configured, of one that replaces it."""
-        recovery = self.config.recovery
-        name = self._stands_for(rollout_id)
-        suspects = f"the task of group {group}", f"image {self.config.sandbox.image}"
-        while True:
-            try:
-                if not self.journal.history(name).finished:
-                    self._quarantine.check(*suspects)
-                done = await self._run_one(solve, name, group, task)
-            except Quarantined as error:
-                self._begin(name, group, task)  # so that the journal says what became of it
-                self._fail(name, error)
-                raise
-            except RolloutFailed as error:
-                agent = self.journal.history(name).agent_failures > 0
-                if agent:
-                    raise
-                self._quarantine.failed(error.first, *suspects)
-                if recovery.group == "fail":
-                    raise
-                if groups.replaced(group, self.journal.histories) >= recovery.replacements:
-                    raise GroupFailed(
-                        f"group {group} is not complete: {error.what}, and its recovery.replacements = "
-                        f"{recovery.replacements} are used up",
-                        first=error.first,
-                        kept="the journal, with every finished rollout",
-                    ) from error
-                name = groups.following(name)
-                self._begin(name, group, task)
-            else:
-                self._quarantine.succeeded(*suspects)
-                return done
-
-    async def _run_one(self, solve: Solve, rollout_id: str, group: str, task: Any) -> Trajectory:
-        history = self.journal.history(rollout_id)
-        while not history.finished:
-            if history.started is None or history.failed is not None:
-                self._begin(rollout_id, group, task)
-            begun = time.perf_counter()
-            try:
-                reward = await self._drive(solve, rollout_id)
-            except (RolloutFailed, SandboxError) as error:
-                self._fail(rollout_id, error)
-                if history.attempts - history.agent_failures >= self.config.recovery.attempts:
-                    raise self._failed_for_good(rollout_id) from error
-                continue
-            except Exception as error:
-                if isinstance(error, BelayerError) and not isinstance(error, RequestRefused):
-                    raise  # the engine, the journal or the disk: the run stops and can be resumed
-                # the user's function itself failed: that is no fault of the infrastructure, and has its own budget
-                self._fail(rollout_id, error, agent=True)
-                if history.agent_failures <= self.config.recovery.agent_retries:
-                    continue
-                raise BudgetSpent(
-                    f"the function of rollout {rollout_id} raised {type(error).__name__}: {_words(error)} "
-                    f"({history.agent_failures} times; recovery.agent_retries = {self.config.recovery.agent_retries})",
-                    first=_where(error),
-                    kept="its journal",
-                    next_step=f"{_remedy(error)}; then {RESUME}",
-                ) from error
-            failpoints.hit("rollout.returned", rollout_id)
-            self.journal.record(r.RolloutFinished(rollout=rollout_id, attempt=history.attempt, reward=reward))
-            failpoints.hit("rollout.finished", rollout_id)
-            done = trajectory(history)
-            self._emit(
-                events.ROLLOUT_FINISHED,
-                rollout_id,
-                reward=reward,
-                turns=done.turns,
-                tokens=sum(done.loss_mask),
-                wall_s=time.perf_counter() - begun,
-                attempt=history.attempt,
-            )
-        return trajectory(history)
-
-    async def _drive(self, solve: Solve, rollout_id: str) -> float:
-        """Run the user's function until it returns, as often as its context is truncated under it."""
+    def _around(self) -> Around:
         assert self.engine is not None and self.sandboxes is not None
-        history = self.journal.history(rollout_id)
-        keeper = EnvironmentKeeper(
-            rollout_id,
-            history.attempt,
-            sandboxes=self.sandboxes,
+        return Around(
+            config=self.config,
             journal=self.journal,
-            policy=self._policy,
-            config=self.config.recovery,
-            breaker=self._breaker,
+            engine=self.engine,
+            sandboxes=self.sandboxes,
+            tokenizer=self.tokenizer,
             sink=self.sink,
+            policy=self._policy,
+            breaker=self._breaker,
+            quarantine=self._quarantine,
+            keepers=self.keepers,
+            under_way=self._rollouts,
         )
-        self.keepers[rollout_id] = keeper
-        stopped = False
-        try:
-            while True:
-                rollout = Rollout(
-                    rollout_id,
-                    journal=self.journal,
-                    engine=self.engine,
-                    environment=keeper,
-                    tokenizer=self.tokenizer,
-                    sink=self.sink,
-                )
-                self._rollouts[rollout_id] = rollout
-                try:
-                    made = solve(rollout)
-                    if not inspect.isawaitable(made):
-                        raise TypeError("the rollout function must be an `async def`")
-                    reward = await made
-                    if rollout.broken is not None:
-                        raise rollout.broken
-                    rollout.check_over()
-                    return _checked_reward(rollout_id, reward)
-                except RestartFunction:
-                    continue
-        except (asyncio.CancelledError, EngineError, JournalError, RunError, StorageFull):
-            stopped = True  # the run stops, and will be resumed
-            raise
-        finally:
-            del self.keepers[rollout_id]
-            self._rollouts.pop(rollout_id, None)
-            await self.engine.end_trajectory(f"{rollout_id}.{history.attempt}")
-            await keeper.close(keep_checkpoints=stopped)
 
     def _check_task(self, rollout_id: str, task: Any) -> None:
         """The same id must mean the same rollout: never hand out an old trajectory for another task."""
@@ -467,38 +345,10 @@ class Run:
                 next_step="give every batch of tasks a name= of its own, or use a new run directory",
             )
 
-    def _begin(self, rollout_id: str, group: str, task: Any) -> None:
-        attempt = self.journal.history(rollout_id).attempts
-        # the seed does not depend on the attempt: a fresh start is the same rollout, not another draw
-        seed = derive_seed(self.config.run.seed, rollout_id)
-        self.journal.record(r.RolloutStarted(rollout=rollout_id, attempt=attempt, group=group, task=task, seed=seed))
-        self._emit(events.ROLLOUT_STARTED, rollout_id, group=group, attempt=attempt)
-
-    def _fail(self, rollout_id: str, error: Exception, *, agent: bool = False) -> None:
-        attempt = self.journal.history(rollout_id).attempt
-        reason = error.what if isinstance(error, BelayerError) else str(error)
-        kind = type(error).__name__
-        self.journal.record(
-            r.RolloutFailed(rollout=rollout_id, attempt=attempt, error=kind, reason=reason, agent=agent)
-        )
-        self._emit(events.ROLLOUT_FAILED, rollout_id, reason=reason, failure=kind)
-
-    def _failed_for_good(self, rollout_id: str) -> RolloutFailed:
-        history = self.journal.history(rollout_id)
-        return BudgetSpent(
-            f"rollout {rollout_id} failed {history.attempts} times, the last time with {history.failures[-1][1]}: "
-            f"{history.failures[-1][2]} (recovery.attempts = {self.config.recovery.attempts})",
-            first=history.failures[0][2],
-            kept="its journal",
-        )
-
     def living_sandboxes(self) -> list[tuple[str, Sandbox]]:
         """(rollout, sandbox) of every sandbox that serves a rollout right now, in a stable order."""
         keepers = [(key, self.keepers[key].sandbox) for key in sorted(self.keepers)]
         return [(key, sandbox) for key, sandbox in keepers if sandbox is not None and not sandbox.dead]
-
-    def _emit(self, kind: str, subject: str, **data: Any) -> None:
-        self.sink(events.Event(kind=kind, subject=subject, data=data))
 
 
 async def _end(tasks: set[asyncio.Task[None]]) -> None:
@@ -540,28 +390,3 @@ def _tell_compacted(sink: events.EventSink) -> Callable[[Compacted], None]:
 def open_directory(path: Path, config: Config) -> RunDirectory:
     """Take the run directory `path`, and describe the run in it if it is new. Raises `RunError`, `StorageFull`."""
     return RunDirectory.open(path, about={"seed": config.run.seed, "config": config.model_dump(mode="json")})
-
-
-def _checked_reward(rollout_id: str, reward: Any) -> float:
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ValueError(f"rollout {rollout_id}: the function returned {reward!r}; it must return float(reward)")
-    return float(reward)
-
-
-def _where(error: BaseException) -> str:
-    """`file:line: message` of the innermost frame that is not Belayer's own, for a one-line report."""
-    every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if not Path(frame.filename).is_relative_to(Path(__file__).parent)] or every
-    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
-    return f"{place}{type(error).__name__}: {_words(error)}"
-
-
-def _remedy(error: Exception) -> str:
-    if "'coroutine' object" in str(error):
-        return "an `await` is missing in the function"
-    return getattr(error, "next_step", None) or "repair the function"
-
-
-def _words(error: BaseException) -> str:
-    """What happened; what to do is said once, at the end of the whole message."""
-    return error.what if isinstance(error, BelayerError) else str(error)
