@@ -33,8 +33,8 @@ from belayer.ownership import RunLabel
 from belayer.ownership.reap import reap
 from belayer.recovery import EnvironmentKeeper
 from belayer.recovery.breaker import CircuitBreaker
-from belayer.recovery.environment import environment_name
 from belayer.recovery.quarantine import Quarantine
+from belayer.recovery.states import environment_name
 from belayer.recovery.watchdog import ProgressWatchdog
 from belayer.rollout import Rollout, Tokenizer
 from belayer.run_directory import RunDirectory

@@ -1,5 +1,6 @@
 """Recovery of environments: restore, replay, compare, truncate."""
 
-from belayer.recovery.environment import EnvironmentKeeper, EnvironmentState, RestartFunction
+from belayer.recovery.environment import EnvironmentKeeper
+from belayer.recovery.states import EnvironmentState, RestartFunction
 
 __all__ = ["EnvironmentKeeper", "EnvironmentState", "RestartFunction"]

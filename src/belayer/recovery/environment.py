@@ -1,21 +1,11 @@
 """The keeper of one rollout's environment: whatever happens to the sandbox, it has exactly the journalled actions.
 
-States
-
-    ABSENT      no sandbox yet; the first action creates one
-    READY       a sandbox with the first `completed` actions applied, verified healthy when it was last used
-    LOST        it died, hangs or was damaged; nothing may use it
-    RECOVERING  a restore and replay is under way (at most one, started by whoever notices first)
-    CLOSED      nothing more will happen
-
-Forbidden: LOST → READY without a restore (a damaged sandbox may answer, and answer wrongly), and any action while a
-checkpoint of the state before it is pending (the checkpoint would describe neither the state before nor after).
+Its states, and what is forbidden, are in `states`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -23,57 +13,21 @@ from typing import Any, TypeVar
 from belayer import events
 from belayer.checkpoint.policy import Policy
 from belayer.config import RecoveryConfig
-from belayer.errors import (
-    BudgetSpent,
-    CheckpointDamaged,
-    RestoreFailed,
-    RolloutFailed,
-    SandboxLost,
-    SandboxUnavailable,
-    StaleSandbox,
-)
+from belayer.errors import BudgetSpent, RolloutFailed, SandboxLost, SandboxUnavailable, StaleSandbox
 from belayer.faults import failpoints
-from belayer.journal import Call, Journal
-from belayer.journal.records import (
-    DRIVER_RESTARTED,
-    ActionCompleted,
-    ActionIntended,
-    ContextTruncated,
-    EnvRestored,
-)
-from belayer.recovery.actions import (
-    INTERRUPTED,
-    Action,
-    action_of,
-    asked,
-    describe,
-    observed,
-    perform,
-    perform_until,
-    to_journal,
-)
+from belayer.journal import Journal
+from belayer.journal.records import DRIVER_RESTARTED, ActionCompleted, ActionIntended, ContextTruncated, EnvRestored
+from belayer.recovery.actions import Action, asked, describe, observed, perform_until, to_journal
 from belayer.recovery.breaker import CircuitBreaker
+from belayer.recovery.bringing_back import BringingBack, examine
 from belayer.recovery.bubble import BubbleCheckpoint
+from belayer.recovery.states import EnvironmentState, RestartFunction, environment_name
+from belayer.recovery.truncation import cut_before_action
 from belayer.sandbox import Sandbox, Sandboxes
 
 _T = TypeVar("_T")
 
 DEATHS_IF_AMBIGUOUS = 2  # where the action itself may have killed the environment: one retry, then no more
-
-
-class EnvironmentState(enum.Enum):
-    ABSENT = "absent"
-    READY = "ready"
-    LOST = "lost"
-    RECOVERING = "recovering"
-    CLOSED = "closed"
-
-
-class RestartFunction(BaseException):
-    """Unwinds the user's function: its context was truncated, it must be run again from the journal.
-
-    A BaseException, so that an `except Exception` in user code does not take it for an error of its own.
-    """
 
 
 class EnvironmentKeeper:
@@ -98,7 +52,6 @@ class EnvironmentKeeper:
         self.state = EnvironmentState.ABSENT
         self.sandbox: Sandbox | None = None
         self._sandboxes = sandboxes
-        self._image = image  # None: the configured one
         self._journal = journal
         self._history = journal.history(rollout)
         self._policy = policy
@@ -106,13 +59,21 @@ class EnvironmentKeeper:
         self._breaker = breaker
         self._sink = sink
         self._recovery: asyncio.Task[None] | None = None
+        self._bringing_back = BringingBack(
+            self._history,
+            attempt,
+            sandboxes=sandboxes,
+            image=image,  # None: the configured one
+            timeout_s=config.restore_timeout_s,
+            emit=self._emit,
+        )
         self._checkpoint = BubbleCheckpoint(
             rollout,
             attempt,
             journal=journal,
             policy=policy,
             dumping=lambda: sandboxes.dumping,
-            examine=self._examine,
+            examine=examine,
             lose=self._lose_this,
             sink=sink,
         )
@@ -162,7 +123,7 @@ class EnvironmentKeeper:
             sandbox = await self._ready()
             if self._behind:
                 self._truncate()
-            problem = await self._examine(sandbox)
+            problem = await examine(sandbox)
             if problem:
                 self._lose(problem)
                 continue
@@ -174,7 +135,7 @@ class EnvironmentKeeper:
             self._until = time.monotonic() + (getattr(action, "timeout_s", None) or 0.0)
             try:
                 result = await perform_until(sandbox, action, (self.attempt, sandbox.generation), interrupt)
-                problem = await self._examine(sandbox)
+                problem = await examine(sandbox)
             except (SandboxLost, StaleSandbox) as error:
                 self._lose(error.what)
                 self._count_death(k, error, action)
@@ -235,15 +196,6 @@ class EnvironmentKeeper:
                 return await work(sandbox)
             except (SandboxLost, StaleSandbox, ConnectionError, TimeoutError) as error:
                 self._lose(error.what if isinstance(error, SandboxLost | StaleSandbox) else str(error))
-
-    async def _examine(self, sandbox: Sandbox) -> str | None:
-        """What is wrong with the sandbox, if anything; a sandbox that cannot be asked is wrong too."""
-        if sandbox.dead:
-            return "the sandbox's init died"
-        try:
-            return await sandbox.healthy()
-        except (SandboxLost, StaleSandbox) as error:
-            return error.what
 
     def _count_death(self, k: int, error: SandboxLost | StaleSandbox, action: Action) -> None:
         before = self._deaths[1] if self._deaths[0] == k else 0
@@ -317,11 +269,11 @@ class EnvironmentKeeper:
             self.state = EnvironmentState.RECOVERING
             begun = time.perf_counter()
             try:
-                origin, base, sandbox = await self._bring_back(target, fresh)
+                origin, base, sandbox = await self._bringing_back.sandbox(target, fresh)
                 phases["restore_s"] = time.perf_counter() - begun
-                mismatch = await self._replay(sandbox, base, target)
+                mismatch = await self._bringing_back.replay(sandbox, base, target)
                 # looked at before a difference is believed: damage is no fault of the agent
-                await self._settle_damage(sandbox, base, target)
+                await self._bringing_back.settle_damage(sandbox, base, target)
             except (SandboxLost, StaleSandbox, SandboxUnavailable) as error:
                 # it failed again while it was being brought back: that is one more failure, with its own budget
                 self.state = EnvironmentState.LOST
@@ -348,42 +300,6 @@ class EnvironmentKeeper:
             )
         self._spent += 1
 
-    async def _bring_back(self, target: int, fresh: bool) -> tuple[str, int, Sandbox]:
-        """(checkpoint, actions it holds, sandbox): from the newest usable checkpoint, else ("") from the image."""
-        if not fresh:
-            for checkpoint in reversed(self._history.checkpoints):
-                if checkpoint.k > target or checkpoint.context_hash != self._history.context_hash(checkpoint.k):
-                    continue
-                try:
-                    failpoints.hit("restore.begin", self.rollout)
-                    async with asyncio.timeout(self._config.restore_timeout_s):
-                        sandbox = await self._sandboxes.restore(self.name, checkpoint.id)
-                    return checkpoint.id, checkpoint.k, sandbox
-                except (CheckpointDamaged, RestoreFailed) as error:
-                    self._emit(events.FAULT_DETECTED, fault="checkpoint", how=error.what, checkpoint=checkpoint.id)
-                except TimeoutError:
-                    self._emit(events.FAULT_DETECTED, fault="checkpoint", how="restore passed its deadline")
-            failpoints.hit("restore.fresh", self.rollout)
-            await self._sandboxes.discard(self.name)
-        try:
-            async with asyncio.timeout(self._config.restore_timeout_s):
-                sandbox = await self._sandboxes.create(self.name, image=self._image)
-        except TimeoutError:
-            raise SandboxLost(f"a new container took more than {self._config.restore_timeout_s:.0f} s") from None
-        return "", 0, sandbox
-
-    async def _replay(self, sandbox: Sandbox, base: int, target: int) -> int | None:
-        """Apply actions base+1 … target; the number of the first one whose observation differs, or None."""
-        failpoints.hit("replay.begin", self.rollout)
-        for call in self._history.actions()[base:target]:
-            if call.observed == INTERRUPTED:
-                return call.k
-            result = await perform(sandbox, action_of(call.asked), (self.attempt, sandbox.generation))
-            failpoints.hit("replay.action", self.rollout)
-            if observed(result) != call.observed:
-                return call.k
-        return None
-
     def _truncate(self) -> None:
         """End the context before the action that could not be reproduced, and unwind the user's function."""
         k, self._behind = self._behind, 0
@@ -395,15 +311,6 @@ class EnvironmentKeeper:
         failpoints.hit("truncate.after", self.rollout)
         self._emit(events.ROLLOUT_TRUNCATED, position=position, action=k, reason=reason)
         raise RestartFunction
-
-    async def _settle_damage(self, sandbox: Sandbox, base: int, target: int) -> None:
-        """System folders that a replayed action destroyed are its outcome again; any other damage is a failure."""
-        problem = await self._examine(sandbox)
-        if problem is None:
-            return
-        if sandbox.dead or not any(call.damage for call in self._history.actions()[base:target]):
-            raise SandboxLost(problem)
-        sandbox.accept()
 
     def _activate(
         self, sandbox: Sandbox, origin: str, base: int, target: int, why: str, phases: dict[str, float], *, fresh: bool
@@ -481,21 +388,3 @@ class EnvironmentKeeper:
 
     def _emit(self, kind: str, **data: Any) -> None:
         self._sink(events.Event(kind=kind, subject=self.rollout, data=data))
-
-
-def environment_name(rollout: str, attempt: int) -> str:
-    """What the sandbox of an attempt is called."""
-    return f"{rollout}.{attempt}".replace("/", "-")
-
-
-def cut_before_action(calls: list[Call], start: int, k: int) -> int:
-    """Where the context must end so that nothing in it knows of action `k`: the model turn that asked for it.
-
-    `start` is the number of calls through action k-1. Observations between the two stay; the first model turn after
-    them goes, because it chose the action. An action that no model turn precedes is cut itself.
-    """
-    for number in range(start, len(calls)):
-        call = calls[number]
-        if call.kind == "generate" or (call.kind == "action" and call.k == k):
-            return number
-    return len(calls)
