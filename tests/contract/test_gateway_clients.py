@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from tests.conftest import needs_root, needs_vllm
 from tests.engine_kit import VOCABULARY
 from tests.gateway_kit import Served, make_chat_model, relay, stream, tokens_of, wait_for
 
+from belayer.events import ignore
+from belayer.gateway.sessions import Sessions
+from belayer.journal import Journal
 from belayer.verify import verify_run
 
 pytestmark = [pytest.mark.contract, needs_root, needs_vllm]
@@ -45,6 +49,12 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 def ask(http: httpx.Client, path: str, body: dict[str, Any], **kwargs: Any) -> Any:
     response = http.post(path, json=body, **kwargs)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def ask_get(http: httpx.Client, path: str) -> Any:
+    response = http.get(path)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -84,7 +94,8 @@ def test_chat_by_the_async_client(served: Served) -> None:
                 "extra_body": {"return_token_ids": True},
             }
             whole = await client.chat.completions.create(**wish)
-            prompt = served.gateway.text.encode("[system]be brief\n[user]hi\n[assistant]", special=False)
+            spelt = "[system]be brief\n[user]hi\n[assistant]"
+            (prompt,) = await served.gateway.text.encode([spelt], 512, special=False)
             assert whole.prompt_token_ids == prompt  # type: ignore[attr-defined]
             choice = whole.choices[0]
             assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -216,6 +227,52 @@ def test_a_retry_is_answered_from_the_journal(served: Served, http: httpx.Client
     assert completion(http, {"prompt": [4, 5, 6]}, where, headers=trace) != one
 
 
+def test_a_trace_id_finds_each_of_its_requests_again(served: Served, http: httpx.Client, tmp_path: Path) -> None:
+    where, trace = "/sessions/traced", {"X-Request-ID": "r1"}
+    bodies = [{"prompt": PROMPT[:9]}, {"prompt": PROMPT[9:20]}]
+    one, two = (completion(http, body, where, headers=trace) for body in bodies)
+    assert [completion(http, body, where, headers=trace) for body in bodies] == [one, two]
+    assert http.get(where).json()["turns"] == 2
+    # and after a restart
+    shutil.copytree(served.run / "journal", tmp_path / "journal")
+    journal = Journal(tmp_path / "journal")
+    try:
+        runner = served.gateway.runner
+        session = Sessions(journal, served.upstream, runner, 0, ignore).get("traced")
+        for turn, answer in zip(served.gateway.sessions.get("traced").turns, (one, two), strict=True):
+            found = session.known(turn.prompt_ids, turn.intent.sampling, False, "r1", False, False)
+            assert found is not None and found.call is not None and found.call.ids == answer["token_ids"]
+    finally:
+        journal.close()
+
+
+def test_a_refused_request_leaves_no_session(http: httpx.Client) -> None:
+    for number, body in enumerate(({"prompt": [VOCABULARY]}, {"prompt": PROMPT, "n": 2}, {"prompt": [10**30]})):
+        assert http.post(f"/sessions/ghost-{number}/v1/completions", json=body).status_code == 400
+        assert http.get(f"/sessions/ghost-{number}").status_code == 404
+    assert completion(http, {"max_tokens": 3}, "/sessions/ghost-0")["finish_reason"] == "length"
+
+
+def test_ending_a_session_ends_the_call_under_way(served: Served, http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
+
+    async def main(id: str, method: str, path: str, about: Any) -> tuple[httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(base_url=served.url, timeout=60, trust_env=False) as client:
+            call = asyncio.create_task(client.post(f"/sessions/{id}/v1/completions", json=body))
+            await asyncio.to_thread(wait_for, lambda: served.gateway.runner.running == 1)
+            ended = await client.request(method, f"/sessions/{id}{path}", json=about)
+            return await call, ended
+
+    call, ended = asyncio.run(main("ended-1", "DELETE", "", None))
+    assert ended.json()["state"] == "deleted"
+    assert (call.status_code, call.json()["error"]["code"]) == (410, "session_deleted"), call.text
+    assert http.post("/sessions", json={"id": "ended-1"}).status_code == 410
+    call, ended = asyncio.run(main("ended-2", "POST", "/finish", {"failed": "enough"}))
+    assert ended.json()["state"] == "failed"
+    assert (call.status_code, call.json()["error"]["code"]) == (409, "session_over"), call.text
+    served.wait_idle()
+
+
 def test_a_call_goes_on_without_its_client_and_is_there_for_the_retry(served: Served, http: httpx.Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "return_token_ids": True}
 
@@ -342,6 +399,12 @@ def test_what_trainers_send(http: httpx.Client, served: Served) -> None:
     content = choice["logprobs"]["content"]
     assert [entry["token_id"] for entry in content] == choice["token_ids"]
     assert all(entry["logprob"] <= 0 for entry in content) and choice["finish_reason"] in ("length", "stop")
+    # one more than the sampled is what SkyRL and verifiers ask for, and not what they read: nothing is made up for it
+    ones = ask(http, "/inference/v1/generate", skyrl | {"sampling_params": params | {"logprobs": 1}})["choices"][0]
+    assert [(e["token_id"], e["logprob"]) for e in ones["logprobs"]["content"]] == [
+        (e["token_id"], e["logprob"]) for e in content
+    ]
+    assert all(entry["top_logprobs"] == [] for entry in ones["logprobs"]["content"])
     spans = choice["weight_versions"]
     assert [(spans[0]["start"], spans[-1]["end"])] == [(0, len(choice["token_ids"]))]
     slime = {
@@ -414,6 +477,80 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error" and named in f"{error['message']} {error['param']}"
+
+
+_BIG = 10**400
+UNBOUNDED: list[tuple[str, dict[str, Any], str]] = [
+    *[
+        ("/v1/completions", {name: value}, name)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for value in (2**64, _BIG, -_BIG, 1e308)
+    ],
+    *[("/v1/completions", {name: _BIG}, name) for name in ("n", "seed", "top_k", "max_tokens", "logprobs")],
+    ("/v1/completions", {"stop_token_ids": [10**30]}, "stop_token_ids"),
+    ("/v1/completions", {"stop_token_ids": [2**31 - 1]}, "stop_token_ids"),
+    ("/v1/completions", {"prompt": [10**30]}, "prompt"),
+    ("/v1/completions", {"prompt": [VOCABULARY]}, "prompt"),
+    ("/v1/completions", {"max_tokens": 1000}, "max_tokens"),
+    ("/v1/completions", {"stop": ["a"] * 2000}, "stop"),
+    ("/v1/completions", {"stop": ["a" * 100_000]}, "stop"),
+    ("/sessions/big/v1/completions", {"temperature": 2**64}, "temperature"),
+    ("/sessions/big/v1/completions", {"stop_token_ids": [10**30]}, "stop_token_ids"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "seed": _BIG}, "seed"),
+    ("/inference/v1/generate", {"token_ids": [VOCABULARY]}, "token_ids"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
+    ("/generate", {"input_ids": [VOCABULARY]}, "input_ids"),
+    ("/generate", {"input_ids": [1], "sampling_params": {"temperature": _BIG}}, "sampling_params.temperature"),
+    ("/generate", {"input_ids": [1], "return_logprob": True, "logprob_start_len": -_BIG}, "logprob_start_len"),
+    ("/detokenize", {"tokens": [10**30]}, "tokens"),
+    ("/sessions", {"task": 10**30}, "task"),
+    ("/sessions", {"task": {"a": [_BIG]}}, "task"),
+    ("/sessions", {"group": "g" * 2000}, "group"),
+    ("/sessions", {"seed": _BIG}, "seed"),
+    ("/sessions/reward/finish", {"reward": _BIG}, "reward"),
+    ("/sessions/reward/finish", {"failed": "x" * 100_000}, "failed"),
+]
+
+
+def test_what_has_no_bound_is_refused_by_name_at_the_door(http: httpx.Client) -> None:
+    completion(http, {"max_tokens": 2}, "/sessions/reward")
+    for path, body, named in UNBOUNDED:
+        full = {"prompt": [1]} | body if path.endswith("/v1/completions") else body
+        response = http.post(path, json=full)
+        assert response.status_code == 400, (path, named, response.text[:300])
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == (named, "invalid_request_error"), (path, str(body)[:80], error)
+        assert isinstance(error["code"], str) and "request :" not in error["message"]
+    assert http.get("/sessions/big").status_code == 404
+    assert ask(http, "/sessions/reward/finish", {"reward": 1e30})["state"] == "finished"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(http: httpx.Client) -> None:
+    text = "a" * 100_000
+    for path, body, named in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", text]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 2000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/generate", {"text": text}, "text"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        response = http.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, named), response.text[:300]
+
+
+def test_errors_are_what_clients_can_read(served: Served, http: httpx.Client) -> None:
+    for method, path, status, code in (
+        ("GET", "/no/such/route", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("GET", "/sessions?state=bogus", 400, "invalid_value"),
+    ):
+        response = http.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    for response in (http.get("/v1/models/other"), http.post("/v1/completions", json={"model": "x", "prompt": [1]})):
+        assert response.status_code == 404 and str(served.model) not in response.text
+    assert {s["state"] for s in ask_get(http, "/sessions?state=finished")["sessions"]} <= {"finished"}
 
 
 def test_limits_have_their_status(served: Served, http: httpx.Client) -> None:

@@ -15,6 +15,10 @@ import pytest
 from tests.conftest import needs_root, needs_vllm
 from tests.gateway_kit import Cli, make_chat_model, stream, tokens_of, wait_for
 
+from belayer.cli.train import resume_command
+from belayer.errors import RunError
+from belayer.observe import write_report, write_timeline
+from belayer.observe.status import RunReader
 from belayer.ownership.labels import ENV_VAR, RUNTIME_DIR
 from belayer.ownership.reap import reap
 from belayer.verify import verify_run
@@ -80,6 +84,15 @@ def test_a_killed_gateway_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not engine_processes(run) and not (run / "gateway.json").exists()
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in held), 10)
     reap()
+    said = second.log.read_text()
+    assert all(step in said for step in ("run directory", "starting the engine", "tokenizer", "is served at")), said
+    # what people look at: both processes wrote on one page
+    status = RunReader(run).status()
+    assert (status.rollouts_started, status.rollouts_finished, status.state) == (2, 1, "stopped")
+    assert "belayer serve" in status.message
+    assert write_report(run).stat().st_size and write_timeline(run).stat().st_size
+    with pytest.raises(RunError, match="belayer serve"):
+        resume_command(run, plain=True)
     verdict = verify_run(run)
     assert verdict.consistent, verdict.findings
 
@@ -102,3 +115,4 @@ def test_from_outside_a_token_is_needed(tmp_path: Path) -> None:
     env = {**os.environ, "BELAYER_TOKEN": "sesame"}
     gone = subprocess.run(waiting, capture_output=True, text=True, timeout=60, check=False, env=env)
     assert gone.returncode == 1 and "no server answers" in gone.stderr, gone.stderr
+    assert not (tmp_path / "open").exists(), "it is bound to nothing"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,15 +19,20 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tests.engine_kit import byte_tokenizer
 
+from belayer.cli.serve import _with_token
+from belayer.config import load_config
 from belayer.engine import Sampling
 from belayer.engine.stopping import Pieces, StopWatch
 from belayer.errors import ConfigError, EngineUnavailable, JournalError, RequestRefused, StorageFull, TurnRestarted
+from belayer.gateway import serving
 from belayer.gateway.http.guards import BearerToken
 from belayer.gateway.problems import problem_of
 from belayer.gateway.sessions.intent import fingerprint
 from belayer.gateway.settings import GatewaySettings
-from belayer.gateway.text import TextStream
+from belayer.gateway.text import Text, TextStream
 from belayer.gateway.upstream._wires import Interrupted, Kind, Piece, read
+from belayer.journal import Journal
+from belayer.journal.records import RolloutStarted
 
 pytestmark = pytest.mark.unit
 
@@ -85,6 +92,43 @@ def test_every_error_has_a_status(error: BaseException, status: int) -> None:
     assert ("Retry-After" in problem.headers()) is (status == 503)
 
 
+# -- what it is started with ------------------------------------------------------------------------------------------
+def test_a_mistyped_model_binds_no_run_directory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = GatewaySettings(port=0)
+    for folder, words in ((tmp_path / "typo", "no model folder"), (tmp_path, "no config.json")):
+        config = load_config(None, {"engine.model": folder})
+        with pytest.raises(ConfigError, match=words) as caught:
+            asyncio.run(serving.serve(config, settings, run))
+        assert "belayer serve" in str(caught.value)
+        assert not run.exists()
+
+
+def test_a_run_directory_changes_hands_until_it_holds_sessions(tmp_path: Path) -> None:
+    config = load_config(None, {})
+    for serves in ("/models/one", "/models/two", "/models/two"):
+        opened = serving._open(config, tmp_path, serves)
+        assert opened.about["gateway"] == serves
+        opened.close()
+    journal = Journal(tmp_path / "journal")
+    journal.record(RolloutStarted(rollout="s", group="s", task=None, seed=1))
+    journal.close()
+    serving._open(config, tmp_path, "/models/two").close()
+    with pytest.raises(ConfigError, match="holds sessions"):
+        serving._open(config, tmp_path, "/models/three")
+    assert json.loads((tmp_path / "run.json").read_text())["gateway"] == "/models/two"
+
+
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"", "empty"), (b"\xff\xfe", "no text")])
+def test_a_token_file_that_is_none_says_what_to_do(tmp_path: Path, content: bytes | None, why: str) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=why) as caught:
+        _with_token(GatewaySettings(), file)
+    assert "Errno" not in str(caught.value) and "BELAYER_TOKEN" in str(caught.value)
+
+
 # -- text --------------------------------------------------------------------------------------------------------------
 def _text(ids: list[int], cuts: list[int], stops: tuple[str, ...], keep: bool = False) -> tuple[str, str | None]:
     stream = TextStream(Pieces(TOKENIZER, []), stops, frozenset({END}), keep)
@@ -107,6 +151,25 @@ def test_a_stream_says_what_the_whole_says_up_to_the_stop_string(text: str, cuts
     assert matched is not None and full.startswith(matched, at)
     end = at + (len(matched) if keep else 0)
     assert shown == full[: min(end, len(text))]  # the end token itself is special, and special tokens are not shown
+
+
+def test_a_long_text_is_tokenised_beside_the_event_loop(tmp_path: Path) -> None:
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    text = Text(tmp_path)
+    words = "ab c" * 100_000
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        work = asyncio.ensure_future(text.encode([words], 1 << 20, special=False))
+        ticks = 0
+        while not work.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        assert work.result() == [TOKENIZER.encode(words, add_special_tokens=False).ids]
+        assert ticks > 10, f"the loop stood still: {ticks} turns in {loop.time() - began:.2f} s"
+
+    asyncio.run(main())
 
 
 def test_special_tokens_are_not_shown() -> None:

@@ -15,6 +15,7 @@ from belayer.gateway import GatewaySettings, serve
 
 console = Console(highlight=False, soft_wrap=True)
 TOKEN_VARIABLE = "BELAYER_TOKEN"
+_TOKEN_STEP = f"give a file that holds the token and nothing else, or set {TOKEN_VARIABLE}"
 
 
 def serve_command(
@@ -57,7 +58,8 @@ def _with_token(settings: GatewaySettings, token_file: Path | None) -> GatewaySe
         try:
             token = token_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{token_file} cannot be read: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise ConfigError(f"--token-file {token_file} cannot be read: {why}", next_step=_TOKEN_STEP) from None
         if not token:
-            raise ConfigError(f"{token_file} is empty")
+            raise ConfigError(f"--token-file {token_file} is empty", next_step=_TOKEN_STEP)
     return msgspec.structs.replace(settings, token=token)

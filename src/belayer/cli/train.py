@@ -26,7 +26,7 @@ from belayer.observe import (
     write_timeline,
 )
 from belayer.run import open_directory
-from belayer.run_directory import RunDirectory
+from belayer.run_directory import RunDirectory, read_about
 from belayer.training.task import load_task
 from belayer.verify import verify_run
 
@@ -75,6 +75,12 @@ def resume_command(directory: Path, *, plain: bool, metrics_port: int | None = N
         base, reference = Path(job["base"]), bool(job["reference"])
     except FileNotFoundError:
         if (directory / "run.json").exists():
+            if "gateway" in read_about(directory):
+                raise RunError(
+                    f"{directory} is the run of a gateway, not of `belayer train`",
+                    kept="the run, untouched",
+                    next_step=f"`belayer serve` with --run-dir {directory} serves its sessions again",
+                ) from None
             raise RunError(
                 f"{directory} was made by a program of yours, not by `belayer train`",
                 kept="the run, untouched",
@@ -133,7 +139,7 @@ def _job(config: Config, base: Path, directory: Path, *, reference: bool, plain:
     if verdict.consistent:
         console.print(f"verified: all {verdict.rollouts} rollouts describe what their environment did")
     else:
-        broken = len(verdict.findings)
+        broken = len(verdict.findings) + len(verdict.damage)
         console.print(f"NOT consistent: {broken} broken promises; `belayer verify {directory}` prints them")
     same = not summary.tokens_changed and summary.rollouts_identical == summary.rollouts_compared
     good = summary.ok and not summary.lost and not summary.duplicated and same and verdict.consistent

@@ -7,11 +7,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from belayer.engine import Sampling
+from belayer.errors import RequestRefused
+from belayer.events import EventSink, ignore
 from belayer.gateway._metrics import GatewayMetrics
 from belayer.gateway.dialects import Order, Served, View
 from belayer.gateway.generation import Generation, Runner
 from belayer.gateway.problems import Problem, bad
-from belayer.gateway.sessions import Session, Sessions, Turn
+from belayer.gateway.sessions import Sessions, Turn
 from belayer.gateway.settings import GatewaySettings
 from belayer.gateway.text import Text
 from belayer.gateway.upstream import Upstream
@@ -21,7 +24,8 @@ from belayer.journal import Journal
 class Gateway:
     """Ties an upstream, a tokenizer and a journal together. Belongs to the event loop that it is made in.
 
-    `seed` decides the seeds of sessions that bring none; `registry` takes the metrics (default: a new one).
+    `seed` decides the seeds of sessions that bring none; `registry` takes the metrics (default: a new one), `sink` what
+    happens to sessions.
     """
 
     def __init__(
@@ -33,17 +37,19 @@ class Gateway:
         *,
         seed: int = 0,
         registry: CollectorRegistry | None = None,
+        sink: EventSink = ignore,
     ) -> None:
         self.upstream = upstream
         self.settings = settings
         self.text = text
         self.runner = Runner(upstream, settings.request_timeout_s)
-        self.sessions = Sessions(journal, upstream, self.runner, seed)
+        self.sessions = Sessions(journal, upstream, self.runner, seed, sink)
         self.draining = False
-        names = settings.names or (Path(upstream.model).name,)
+        shown = settings.names or (Path(upstream.model).name,)
         self.served = Served(
             text,
-            tuple(dict.fromkeys((*names, upstream.model))),
+            tuple(dict.fromkeys((*shown, upstream.model))),
+            shown,
             upstream.max_model_len,
             settings.sampled_logprobs_only,
         )
@@ -70,27 +76,33 @@ class Gateway:
         whole = self.upstream.version_policy == "restart_turn"
         made = [Generation(ask.prompt_ids, ask.sampling, whole=whole) for ask in order.asks]
         for generation in made:
-            self.upstream.check(generation.request(0))
+            try:
+                self.upstream.check(generation.request(0))
+            except RequestRefused as error:
+                raise _refused(error, order) from None
         for generation in made:
             self.runner.start(generation)
         return [View(generation, order, self.text) for generation in made]
 
-    def bound(self, order: Order, session: Session, *, key: str, strict: bool, retry: bool) -> tuple[list[View], Turn]:
-        """Begin, or answer again, the one completion of a session's request."""
+    def bound(self, order: Order, id: str, *, key: str, strict: bool, retry: bool) -> tuple[list[View], Turn]:
+        """Begin, or answer again, the one completion of a request of session `id`, which is made if it is new."""
         if len(order.asks) != 1:
-            raise bad(f"session {session.id} is one rollout: send its completions one by one (n=1, one prompt)", "n")
+            raise bad(f"session {id} is one rollout: send its completions one by one (n=1, one prompt)", "n")
         ask = order.asks[0]
         before = self.sessions.retries
-        turn, generation = self.sessions.turn(
-            session,
-            ask.prompt_ids,
-            ask.sampling,
-            seeded=ask.seeded,
-            key=key,
-            strict=strict,
-            retry=retry,
-            admit=lambda: self.admit(1),
-        )
+        try:
+            turn, generation = self.sessions.turn(
+                id,
+                ask.prompt_ids,
+                ask.sampling,
+                seeded=ask.seeded,
+                key=key,
+                strict=strict,
+                retry=retry,
+                admit=lambda: self.admit(1),
+            )
+        except RequestRefused as error:
+            raise _refused(error, order) from None
         self.metrics.replayed.inc(self.sessions.retries - before)
         return [View(generation, order, self.text)], turn
 
@@ -103,3 +115,16 @@ class Gateway:
         """Refuse what is new, let what is under way end for `drain_s` seconds, cut off the rest."""
         self.draining = True
         await self.runner.close(self.settings.drain_s if drain_s is None else drain_s)
+
+
+def _refused(error: RequestRefused, order: Order) -> Problem:
+    """An upstream's refusal in the client's words: without an id that only the gateway knows, with the parameter."""
+    start, colon, rest = error.what.partition(": ")
+    reason = rest if colon and start.startswith("request ") else error.what
+    if reason.startswith(("token ids", "the prompt")):
+        param = order.prompt_name
+    else:
+        name = reason.partition(" ")[0]
+        param = name if name in Sampling.__struct_fields__ else None
+    message = f"{reason}; {error.next_step}" if error.next_step else reason
+    return Problem(400, message, param=param, code="request_refused")

@@ -10,6 +10,7 @@ from typing import Any
 
 from belayer.errors import BelayerError, EngineUnavailable, RequestRefused, StorageFull, WeightsError
 
+_CODES = {404: "not_found", 405: "method_not_allowed"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_AFTER_S = 2
 
@@ -29,7 +30,8 @@ class Problem(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}}
+        code = self.code or _CODES.get(self.status) or f"http_{self.status}"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
@@ -40,9 +42,9 @@ def bad(message: str, param: str | None = None, code: str = "invalid_value") -> 
     return Problem(400, message, param=param, code=code)
 
 
-def unsupported(param: str, why: str) -> Problem:
-    """A parameter that is known, and cannot be honoured."""
-    return Problem(400, f"{param} is not offered: {why}", param=param, code="unsupported_parameter")
+def unsupported(param: str, why: str, what: str = "") -> Problem:
+    """A parameter that is known, and cannot be honoured. `what` says which use of it, where others can."""
+    return Problem(400, f"{what or param} is not offered: {why}", param=param, code="unsupported_parameter")
 
 
 def problem_of(error: BaseException) -> Problem:

@@ -25,12 +25,14 @@ from belayer.gateway.settings import GatewaySettings
 from belayer.gateway.text import Text
 from belayer.gateway.upstream import Upstream
 from belayer.gateway.upstream.external import ExternalServers
-from belayer.gateway.upstream.own import OwnEngine
-from belayer.journal import Journal
+from belayer.gateway.upstream.own import WEIGHTS_FILE, OwnEngine, check_model
+from belayer.journal import Journal, read_histories
+from belayer.observe import MetricsLog
 from belayer.observe.prometheus import RunMetrics
 from belayer.ownership import RunLabel
 from belayer.ownership.reap import reap
 from belayer.run_directory import RunDirectory
+from belayer.versions import versions
 
 ADDRESS_FILE = "gateway.json"
 _LINGER_S = 5.0  # for the last bytes of answers, once everything is generated
@@ -51,6 +53,8 @@ async def serve(
     with: its sessions are there again. Raises `ConfigError` and other `BelayerError`s before it listens.
     """
     settings.check()
+    if not upstreams:
+        check_model(config.engine)
     if tokenizer is not None and not upstreams:
         raise ConfigError(
             "a tokenizer of its own is for --upstream: the engine looks for stop strings with its model folder's",
@@ -61,28 +65,23 @@ async def serve(
     async with AsyncExitStack() as stack:
         _on_signals(stack, stop, now)
         listener = stack.enter_context(_bound(settings))
-        opened = _open(config, directory, upstreams)
-        stack.callback(opened.close)
-        journal = Journal(opened.path / "journal", durability=config.run.durability)
-        stack.callback(journal.close)
-        metrics = RunMetrics(run=opened.path.name, journal=opened.path / "journal")
-        starting = asyncio.ensure_future(_upstream(stack, config, settings, opened.path, upstreams, tokenizer, metrics))
+        starting = asyncio.ensure_future(_start(stack, config, settings, directory, upstreams, tokenizer, say))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
             return 0
-        upstream = starting.result()
-        folder = tokenizer or (config.engine.model if not upstreams else None)
-        text = await asyncio.to_thread(Text, folder)
-        seed = int(opened.about.get("seed", 0))
-        gateway = Gateway(upstream, text, journal, settings, seed=seed, registry=metrics.registry)
+        opened, gateway, sink = starting.result()
+        upstream = gateway.upstream
+        about = {"seed": opened.about.get("seed", 0), "resumed": opened.resumed, "versions": versions()}
+        sink(events.Event(kind=events.RUN_STARTED, data=about))
         async with listening(gateway, listener) as url:
             address = {"url": url, "pid": os.getpid(), "model": gateway.served.names[0]}
             write_atomically(opened.path / ADDRESS_FILE, json.dumps(address).encode())
             stack.callback((opened.path / ADDRESS_FILE).unlink, missing_ok=True)
-            say(f"{gateway.served.names[0]} is served at {url}/v1 ({len(gateway.sessions)} sessions in {opened.path})")
+            count = len(gateway.sessions)
+            say(f"{gateway.served.names[0]} is served at {url}/v1 ({count} sessions in {opened.path})")
             failure = await _until(stopping, upstream)
             say("shutting down" if failure is None else f"the engine cannot go on: {failure}")
             hurry = asyncio.ensure_future(now.wait())
@@ -153,42 +152,79 @@ def _bound(settings: GatewaySettings):
         listener.close()
 
 
-def _open(config: Config, directory: Path, upstreams: Sequence[str]) -> RunDirectory:
+async def _start(
+    stack: AsyncExitStack,
+    config: Config,
+    settings: GatewaySettings,
+    directory: Path,
+    upstreams: Sequence[str],
+    tokenizer: Path | None,
+    say: Callable[[str], None],
+) -> tuple[RunDirectory, Gateway, events.EventSink]:
+    """All that must be there before clients are answered. What may fail for a wrong argument comes before run.json."""
+    watching: list[events.EventSink] = []
+
+    def sink(event: events.Event) -> None:
+        for watcher in watching:
+            watcher(event)
+
+    upstream: Upstream
+    if upstreams:
+        say(f"asking {', '.join(upstreams)} what they serve (for up to {settings.recover_s:g} s)")
+        upstream = await ExternalServers.start(upstreams, tokenizer, settings.recover_s, sink=sink)
+        stack.push_async_callback(upstream.close)
     serves = "external servers" if upstreams else str(config.engine.model)
+    opened = _open(config, directory, serves)
+    stack.callback(opened.close)
+    say(f"run directory: {opened.path}")
+    journal = Journal(opened.path / "journal", durability=config.run.durability)
+    stack.callback(journal.close)
+    metrics = RunMetrics(run=opened.path.name, journal=opened.path / "journal")
+    log = stack.enter_context(MetricsLog(opened.path / "metrics.jsonl"))
+    watching += [metrics, log]
+    if not upstreams:
+        say(f"starting the engine with {config.engine.model}: it loads the weights and a worker, which takes a while")
+        try:
+            await asyncio.to_thread(reap)
+            label = stack.enter_context(RunLabel.new(str(opened.path)))
+        except PermissionError as error:
+            raise SandboxUnavailable(f"the engine needs root: {error}", next_step="run as root, or with sudo") from None
+        upstream = await OwnEngine.start(config.engine, label, opened.path, sink=sink)
+        stack.push_async_callback(upstream.close)
+    folder = tokenizer or (config.engine.model if not upstreams else None)
+    if folder is not None:
+        say(f"reading the tokenizer of {folder}")
+    text = await asyncio.to_thread(Text, folder)
+    seed = int(opened.about.get("seed", 0))
+    gateway = Gateway(upstream, text, journal, settings, seed=seed, registry=metrics.registry, sink=sink)
+    return opened, gateway, sink
+
+
+def _open(config: Config, directory: Path, serves: str) -> RunDirectory:
+    """The run directory, which is `serves`' from now on. One in which nothing has happened yet may change hands."""
     about = {"seed": config.run.seed, "config": config.model_dump(mode="json"), "gateway": serves}
     opened = RunDirectory.open(directory, about=about)
-    before = opened.about.get("gateway")
-    if before != serves:
-        opened.close()
-        what = "is not a gateway's" if before is None else f"is of a gateway in front of {before}"
+    try:
+        before = opened.about.get("gateway")
+        if before == serves:
+            return opened
+        if before is not None and not (opened.path / WEIGHTS_FILE).exists() and not _journalled(opened.path):
+            opened.about.update(about)
+            write_atomically(opened.path / "run.json", json.dumps(opened.about, indent=1, default=str).encode())
+            return opened
+        what = "is not a gateway's" if before is None else f"holds sessions of a gateway in front of {before}"
         raise ConfigError(
             f"the run directory {opened.path} {what}, not {serves}",
             kept="the run, untouched",
             next_step="give another --run-dir",
         )
-    return opened
+    except BaseException:
+        opened.close()
+        raise
 
 
-async def _upstream(
-    stack: AsyncExitStack,
-    config: Config,
-    settings: GatewaySettings,
-    run: Path,
-    upstreams: Sequence[str],
-    tokenizer: Path | None,
-    sink: events.EventSink,
-) -> Upstream:
-    if upstreams:
-        made: Upstream = await ExternalServers.start(upstreams, tokenizer, settings.recover_s, sink=sink)
-    else:
-        try:
-            await asyncio.to_thread(reap)
-            label = stack.enter_context(RunLabel.new(str(run)))
-        except PermissionError as error:
-            raise SandboxUnavailable(f"the engine needs root: {error}", next_step="run as root, or with sudo") from None
-        made = await OwnEngine.start(config.engine, label, run, sink=sink)
-    stack.push_async_callback(made.close)
-    return made
+def _journalled(run: Path) -> bool:
+    return (run / "journal").is_dir() and bool(read_histories(run / "journal"))
 
 
 async def _until(stopping: asyncio.Future[Any], upstream: Upstream) -> BelayerError | None:

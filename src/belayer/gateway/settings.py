@@ -22,7 +22,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     token: str = ""
     names: tuple[str, ...] = ()
     max_requests: int = 256
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     heartbeat_s: float = 5.0
     request_timeout_s: float = 3600.0
     recover_s: float = 60.0

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from belayer.engine.stopping import Pieces, load_tokenizer
 from belayer.errors import RequestRefused
-from belayer.gateway.problems import bad
+from belayer.gateway.problems import Problem, bad
 
 _RESERVED = {
     "conversations",
@@ -22,6 +23,9 @@ _RESERVED = {
     "continue_final_message",
     "return_assistant_tokens_mask",
 }
+_THREADS = 2  # that tokenise at a time
+_AT_ONCE = 8192  # characters that are tokenised faster than a thread is asked
+_ROOM = 4  # times as many characters as the longest entries could spell: normalisers take some away
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -39,6 +43,8 @@ class Text:
                 self.why_not = error.what.removeprefix("stop strings need a tokenizer, and ")
         self.eos = _ends(folder, self._tokenizer) if folder is not None else frozenset()
         self.special = frozenset(_special(self._tokenizer))
+        self._longest = max(map(len, self._tokenizer.get_vocab()), default=1) if self.there else 0
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self.spell = functools.lru_cache(maxsize=65536)(self._spell)
         self._template, self._names = _chat_template(folder) if folder is not None else ("", {})
 
@@ -52,13 +58,34 @@ class Text:
             raise bad(f"{what} needs a tokenizer: {self.why_not}; send token ids instead", param, "no_tokenizer")
         return self._tokenizer
 
-    def encode(self, text: str, *, special: bool, param: str = "prompt") -> list[int]:
+    async def encode(
+        self, texts: Sequence[str], max_model_len: int, *, special: bool, param: str = "prompt"
+    ) -> list[list[int]]:
+        """The token ids of each of `texts`. Long ones are tokenised in a thread, and the event loop goes on meanwhile.
+
+        Raises `Problem` without tokenising for a text that is certainly longer than `max_model_len` tokens.
+        """
         tokenizer = self.need("text", param)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise bad(f"{param} is not Unicode text: it holds half a surrogate pair", param) from None
-        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+        most = _ROOM * self._longest * max_model_len
+        for text in texts:
+            if len(text) > most:
+                raise Problem(
+                    400,
+                    f"this model's context is {max_model_len} tokens; {param} has {len(text)} characters, which cannot "
+                    f"fit: {most} are the most",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+            if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+                raise bad(f"{param} is not Unicode text: it holds half a surrogate pair", param)
+
+        def work() -> list[list[int]]:
+            # of the ways to encode, the one that lets other threads of Python run
+            return [list(made.ids) for made in tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+        if sum(map(len, texts)) <= _AT_ONCE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.need("text").decode(list(ids), skip_special_tokens=skip_special)
@@ -74,7 +101,7 @@ class Text:
         self.need("chat", "messages")
         if not self._template:
             raise bad(
-                f"{self.folder} has no chat template: save one there (chat_template.jinja), or use /v1/completions",
+                "the model folder has no chat template: save one there (chat_template.jinja), or use /v1/completions",
                 "messages",
                 "no_chat_template",
             )

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Any
 
 from belayer.gateway.problems import bad, unsupported
+
+_LARGEST = (1 << 63) - 1
+"""Of any whole number in a body: what is let in must fit into the journal and into messages to a worker."""
+_MOST_TOKEN = 1 << 31
+_MOST_STRINGS, _MOST_CHARACTERS = 1024, 1 << 16  # of stop strings together: each is looked for at every token
 
 
 class Fields:
@@ -19,13 +25,13 @@ class Fields:
             raise bad(f"{where or 'the body'} must be a JSON object", where or None)
         self._left: dict[str, Any] = dict(values)
         self._known: set[str] = set()
-        self._where = where
+        self.where = where
 
     def __contains__(self, name: str) -> bool:
         return self._left.get(name) is not None
 
     def name(self, name: str) -> str:
-        return f"{self._where}.{name}" if self._where else name
+        return f"{self.where}.{name}" if self.where else name
 
     def take(self, name: str, default: Any = None) -> Any:
         self._known.add(name)
@@ -42,12 +48,14 @@ class Fields:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad(f"{self.name(name)} must be a whole number", self.name(name))
+        if not -_LARGEST <= value <= _LARGEST:
+            raise bad(f"{self.name(name)} must fit into 64 bits", self.name(name))
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise bad(f"{self.name(name)} must be a number", self.name(name))
+        value = finite(self.take(name, default))
+        if value is None:
+            raise bad(f"{self.name(name)} must be a number, and finite", self.name(name))
         return value
 
     def strings(self, name: str) -> tuple[str, ...]:
@@ -56,6 +64,9 @@ class Fields:
         value = (value,) if isinstance(value, str) else value
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
             raise bad(f"{self.name(name)} must be a string or a list of strings, none of them empty", self.name(name))
+        if len(value) > _MOST_STRINGS or sum(map(len, value)) > _MOST_CHARACTERS:
+            limits = f"{_MOST_STRINGS} strings and {_MOST_CHARACTERS} characters"
+            raise bad(f"{self.name(name)} must hold no more than {limits}", self.name(name))
         return tuple(value)
 
     def ids(self, name: str) -> tuple[int, ...]:
@@ -93,4 +104,14 @@ class Fields:
 
 
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list | tuple) and all(type(item) is int and 0 <= item < _MOST_TOKEN for item in value)
+
+
+def finite(value: Any) -> float | None:
+    """`value` if it is a number that a float can hold, else None. JSON's whole numbers have no bound."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:
+        return None

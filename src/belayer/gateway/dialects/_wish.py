@@ -164,6 +164,12 @@ def sglang_wish(fields: Fields, served: Served) -> Wish:
     return wish
 
 
+def check_count(prompts: list[Any], param: str) -> None:
+    """Raises `Problem` for more prompts than a request may have."""
+    if len(prompts) > MOST_CHOICES:
+        raise bad(f"{len(prompts)} prompts are more than {MOST_CHOICES}", param)
+
+
 def check_logprobs(count: int, wish: Wish, served: Served, param: str) -> None:
     """`count` of the likeliest tokens are wanted besides the sampled one. Raises `Problem` where that is impossible."""
     if count < 0:
@@ -171,7 +177,8 @@ def check_logprobs(count: int, wish: Wish, served: Served, param: str) -> None:
     if count == 0 or served.sampled_logprobs_only or (count == 1 and wish.greedy):
         return
     raise unsupported(
-        f"{param} above 0",
+        param,
         "the journal holds the logprobs of sampled tokens only; ask for 0, which gives these, or, if nothing else is "
         "read, start `belayer serve --sampled-logprobs-only`",
+        f"{param} above 0",
     )

@@ -18,6 +18,9 @@ class Served(msgspec.Struct, frozen=True):
 
     text: Text
     names: tuple[str, ...]
+    """What a request may call the model."""
+    shown: tuple[str, ...]
+    """Those that others may see: a folder of this host is none."""
     max_model_len: int
     sampled_logprobs_only: bool
 
@@ -69,6 +72,8 @@ class Order(msgspec.Struct, kw_only=True):
     """Tokens that end a completion without being a reason worth telling: the model's own."""
     keep_stop: bool
     skip_special: bool
+    prompt_name: str = "prompt"
+    """The field that the prompt came in."""
 
 
 class View:

@@ -18,7 +18,7 @@ async def chat_order(body: Any, served: Served) -> Order:
     """Raises `Problem` for a body that cannot be served as it is, or a model folder without a chat template."""
     fields = Fields(body)
     model = model_of(fields, served)
-    prompt = await chat_prompt(fields, served.text)
+    prompt = await chat_prompt(fields, served)
     wish = openai_wish(fields, served, max_tokens=None, also_max="max_completion_tokens")
     logprobs = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0)
@@ -56,10 +56,11 @@ async def chat_order(body: Any, served: Served) -> Order:
         ends=wish.ends,
         keep_stop=wish.keep_stop,
         skip_special=wish.skip_special,
+        prompt_name="messages",
     )
 
 
-async def chat_prompt(fields: Fields, text: Text) -> list[int]:
+async def chat_prompt(fields: Fields, served: Served) -> list[int]:
     """The token ids of `messages`, by the model folder's chat template."""
     messages = _messages(fields.take("messages"))
     kwargs = fields.take("chat_template_kwargs", {})
@@ -75,8 +76,10 @@ async def chat_prompt(fields: Fields, text: Text) -> list[int]:
     opening = fields.flag("add_generation_prompt", not extend)
     if extend and opening:
         raise bad("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-    rendered = await text.chat(messages, kwargs, add_generation_prompt=opening, continue_final_message=extend)
-    return text.encode(rendered, special=fields.flag("add_special_tokens"), param="messages")
+    special = fields.flag("add_special_tokens")
+    rendered = await served.text.chat(messages, kwargs, add_generation_prompt=opening, continue_final_message=extend)
+    (ids,) = await served.text.encode([rendered], served.max_model_len, special=special, param="messages")
+    return ids
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from belayer.gateway.dialects._fields import Fields, is_ids
-from belayer.gateway.dialects._wish import check_logprobs, model_of, openai_wish
+from belayer.gateway.dialects._wish import check_count, check_logprobs, model_of, openai_wish
 from belayer.gateway.dialects.base import Ask, Delta, Order, Served
 from belayer.gateway.problems import bad
 from belayer.gateway.text import Text
@@ -18,7 +18,7 @@ async def completions_order(body: Any, served: Served) -> Order:
     fields = Fields(body)
     model = model_of(fields, served)
     special = fields.flag("add_special_tokens", True)
-    prompts = _prompts(fields.take("prompt"), served.text, special)
+    prompts = await _prompts(fields.take("prompt"), served, special)
     wish = openai_wish(fields, served, max_tokens=16)
     logprobs = fields.take("logprobs")
     if logprobs is not None:
@@ -68,13 +68,14 @@ def without_effect(fields: Fields) -> None:
     fields.only("routed_experts_prompt_start", 0, why="experts are not reported")
 
 
-def _prompts(given: Any, text: Text, special: bool) -> list[list[int]]:
+async def _prompts(given: Any, served: Served, special: bool) -> list[list[int]]:
     if isinstance(given, str):
-        return [text.encode(given, special=special)]
+        return await served.text.encode([given], served.max_model_len, special=special)
     if is_ids(given) and given:
         return [list(given)]
     if isinstance(given, list) and given and all(isinstance(item, str) for item in given):
-        return [text.encode(item, special=special) for item in given]
+        check_count(given, "prompt")
+        return await served.text.encode(given, served.max_model_len, special=special)
     if isinstance(given, list) and given and all(is_ids(item) and item for item in given):
         return [list(item) for item in given]
     raise bad("prompt must be text, token ids, or a list of either, and not empty", "prompt")

@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from belayer.gateway.dialects._fields import Fields, is_ids
-from belayer.gateway.dialects._wish import check_logprobs, sglang_wish
+from belayer.gateway.dialects._wish import check_count, check_logprobs, sglang_wish
 from belayer.gateway.dialects.base import Ask, Delta, Order, Served
 from belayer.gateway.problems import bad, unsupported
 from belayer.gateway.text import Text
@@ -18,16 +18,16 @@ _NOT_TEXT = "only text and token ids go in"
 async def sglang_order(body: Any, served: Served) -> Order:
     """Raises `Problem` for a body that cannot be served as it is."""
     fields = Fields(body)
-    prompts, batch = _prompts(fields, served.text)
+    prompts, batch = await _prompts(fields, served)
     stream = fields.flag("stream")
     given = fields.take("sampling_params", {})
     if isinstance(given, list):
-        raise unsupported("a list of sampling_params", "send one request per set of parameters")
+        raise unsupported("sampling_params", "send one request per set of parameters", "a list of sampling_params")
     params = Fields(given, "sampling_params")
     wish = sglang_wish(params, served)
     params.end()
     if stream and (batch or wish.n > 1):
-        raise unsupported("a stream of several completions", "send one request per completion")
+        raise unsupported("stream", "send one request per completion", "a stream of several completions")
     logprob = fields.take("return_logprob", False)
     if not isinstance(logprob, bool):
         raise bad("return_logprob must be true or false", "return_logprob")
@@ -65,20 +65,22 @@ async def sglang_order(body: Any, served: Served) -> Order:
         ends=frozenset(),  # SGLang names every token that ended a completion
         keep_stop=wish.keep_stop,
         skip_special=wish.skip_special,
+        prompt_name="input_ids",
     )
 
 
-def _prompts(fields: Fields, text: Text) -> tuple[list[list[int]], bool]:
+async def _prompts(fields: Fields, served: Served) -> tuple[list[list[int]], bool]:
     """The prompts, and whether they came as a batch."""
     words, ids = fields.take("text"), fields.take("input_ids")
     if (words is None) == (ids is None):
         raise bad("give either text or input_ids", "input_ids")
     if isinstance(words, str):
-        return [text.encode(words, special=True, param="text")], False
+        return await served.text.encode([words], served.max_model_len, special=True, param="text"), False
     if words is not None:
         if not isinstance(words, list) or not words or not all(isinstance(item, str) for item in words):
             raise bad("text must be a string or a list of strings, and not empty", "text")
-        return [text.encode(item, special=True, param="text") for item in words], True
+        check_count(words, "text")
+        return await served.text.encode(words, served.max_model_len, special=True, param="text"), True
     if is_ids(ids) and ids:
         return [list(ids)], False
     if isinstance(ids, list) and ids and all(is_ids(item) and item for item in ids):

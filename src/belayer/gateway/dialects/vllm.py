@@ -29,7 +29,9 @@ async def vllm_order(body: Any, served: Served) -> Order:
     if logprobs is not None:
         if type(logprobs) is not int:
             raise bad("sampling_params.logprobs must be a whole number", "sampling_params.logprobs")
-        check_logprobs(logprobs, wish, served, "sampling_params.logprobs")
+        # 1 is how SkyRL and verifiers ask for what they read, the sampled token's: the likeliest ones are left out
+        if logprobs != 1:
+            check_logprobs(logprobs, wish, served, "sampling_params.logprobs")
     params.without_effect("detokenize", "flat_logprobs", "skip_reading_prefix_cache")
     params.end()
     mode = fields.text("output_mode", "tokens")
@@ -46,6 +48,7 @@ async def vllm_order(body: Any, served: Served) -> Order:
         wish.asks([list(prompt)], served),
         served.text,
         logprobs=logprobs is not None,
+        top=logprobs == 0 or wish.greedy or served.sampled_logprobs_only,
         prompt=fields.flag("return_token_ids"),
         mode=mode,
         usage=usage,
@@ -59,6 +62,7 @@ async def vllm_order(body: Any, served: Served) -> Order:
         ends=wish.ends,
         keep_stop=wish.keep_stop,
         skip_special=wish.skip_special,
+        prompt_name="token_ids",
     )
 
 
@@ -73,6 +77,7 @@ class GenerateWriter:
         text: Text,
         *,
         logprobs: bool,
+        top: bool,
         prompt: bool,
         mode: str,
         usage: str,
@@ -82,6 +87,7 @@ class GenerateWriter:
         self._model = model
         self._text = text
         self._logprobs = logprobs
+        self._top = top
         self._prompt = prompt
         self._mode = mode
         self._usage = usage
@@ -136,12 +142,12 @@ class GenerateWriter:
 
     def _content(self, delta: Delta) -> list[dict[str, Any]]:
         if self._mode == "text":
-            return token_logprobs(delta, self._text, as_ids=False, top=True)
+            return token_logprobs(delta, self._text, as_ids=False, top=self._top)
         entries = []
         for token, value in zip(delta.ids, delta.logprobs, strict=True):
             # vLLM before 0.30 wrote `token`, later `token_id`; clients of both are about
             entry = {"token_id": token, "token": f"token_id:{token}", "logprob": value, "rank": None}
-            entries.append({**entry, "top_logprobs": [entry]})
+            entries.append({**entry, "top_logprobs": [entry] if self._top else []})
         return entries
 
 

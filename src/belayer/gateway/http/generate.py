@@ -13,7 +13,7 @@ from belayer.gateway.gateway import Gateway
 from belayer.gateway.http.answers import streamed, whole
 from belayer.gateway.http.guards import read_json
 from belayer.gateway.problems import Problem, bad
-from belayer.gateway.sessions import Session, Turn
+from belayer.gateway.sessions import Turn
 
 Dialect = Callable[[Any, Served], Awaitable[Order]]
 _DIALECTS: dict[str, Dialect] = {
@@ -37,20 +37,20 @@ def _handler(dialect: Dialect) -> Callable[[Gateway, Request], Awaitable[Respons
     async def handle(gateway: Gateway, request: Request) -> Response:
         body = await read_json(request, gateway.settings.max_body_bytes)
         order = await dialect(body, gateway.served)
-        session = session_of(gateway, request)
-        if session is None:
+        session = session_of(request)
+        if not session:
             return await _free(gateway, request, order)
         return await _bound(gateway, request, order, session)
 
     return handle
 
 
-def session_of(gateway: Gateway, request: Request) -> Session | None:
-    """The session that a request belongs to, by its path or its header; made if it is new."""
+def session_of(request: Request) -> str:
+    """The id of the session that a request belongs to, by its path or its header; "" for none."""
     path, header = request.path_params.get("id", ""), request.headers.get("x-session-id", "")
     if path and header and path != header:
         raise bad(f"the path names session {path!r} and X-Session-ID {header!r}", "X-Session-ID")
-    return gateway.sessions.create(path or header)[0] if path or header else None
+    return path or header
 
 
 async def _free(gateway: Gateway, request: Request, order: Order) -> Response:
@@ -64,7 +64,7 @@ async def _free(gateway: Gateway, request: Request, order: Order) -> Response:
         _drop(gateway, views)
 
 
-async def _bound(gateway: Gateway, request: Request, order: Order, session: Session) -> Response:
+async def _bound(gateway: Gateway, request: Request, order: Order, session: str) -> Response:
     """Its tokens are in the journal: it goes on without its client, for the retry."""
     key = request.headers.get("idempotency-key", "")
     named = key or request.headers.get("x-request-id", "")

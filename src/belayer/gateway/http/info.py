@@ -56,8 +56,7 @@ def _card(gateway: Gateway, name: str) -> dict[str, Any]:
 
 
 async def _models(gateway: Gateway, request: Request) -> Response:
-    names = gateway.settings.names or gateway.served.names[:1]
-    return json_response({"object": "list", "data": [_card(gateway, name) for name in names]})
+    return json_response({"object": "list", "data": [_card(gateway, name) for name in gateway.served.shown]})
 
 
 async def _model(gateway: Gateway, request: Request) -> Response:
@@ -147,9 +146,10 @@ async def _tokenize(gateway: Gateway, request: Request) -> Response:
     fields.without_effect("model", "return_token_offsets")
     fields.only("tools", [], why="tool calls are not parsed")
     if "messages" in fields:
-        ids = await chat_prompt(fields, text)
+        ids = await chat_prompt(fields, gateway.served)
     else:
-        ids = text.encode(fields.text("prompt"), special=fields.flag("add_special_tokens", True))
+        prompt, special = fields.text("prompt"), fields.flag("add_special_tokens", True)
+        (ids,) = await text.encode([prompt], gateway.upstream.max_model_len, special=special)
     fields.end()
     strings = [text.spell(token) for token in ids] if pieces else None
     return json_response(

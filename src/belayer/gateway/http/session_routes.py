@@ -14,6 +14,8 @@ from belayer.gateway.http.guards import json_response, read_json
 from belayer.gateway.problems import bad
 from belayer.gateway.sessions.book import describe
 
+STATES = ("open", "finished", "failed", "deleted")
+
 
 def session_routes() -> list[tuple[str, str, Any]]:
     return [
@@ -27,6 +29,8 @@ def session_routes() -> list[tuple[str, str, Any]]:
 
 async def _list(gateway: Gateway, request: Request) -> Response:
     wanted = request.query_params.get("state")
+    if wanted is not None and wanted not in STATES:
+        raise bad(f"state must be one of {', '.join(STATES)}", "state")
     about = [describe(session, tokens=False) for session in gateway.sessions.all()]
     return json_response({"sessions": [item for item in about if wanted in (None, item["state"])]})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,31 +10,36 @@ import msgspec
 
 from belayer.engine import GenerationRequest, Sampling
 from belayer.errors import BelayerError
+from belayer.events import EventSink
+from belayer.gateway.dialects._fields import finite
 from belayer.gateway.generation import Generation, Runner
 from belayer.gateway.problems import Problem, bad
-from belayer.gateway.sessions.session import Branch, Session, Turn
+from belayer.gateway.sessions.session import Branch, Session, Turn, ended
 from belayer.gateway.upstream import Upstream
 from belayer.journal import Call, Journal
 from belayer.seeds import derive_seed
 from belayer.trajectory import columns
 
+MOST_TASK_BYTES = 1 << 20
+_MOST_GROUP, _MOST_REASON = 1024, 1 << 16  # characters
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
 class Sessions:
     """Sessions are made by their first request. What the journal holds of them is loaded at the start."""
 
-    def __init__(self, journal: Journal, upstream: Upstream, runner: Runner, seed: int) -> None:
+    def __init__(self, journal: Journal, upstream: Upstream, runner: Runner, seed: int, sink: EventSink) -> None:
         self._journal = journal
         self._upstream = upstream
         self._runner = runner
         self._seed = seed
+        self._sink = sink
         self._sessions: dict[str, Session] = {}
         self.retries = 0
         for rollout, history in list(journal.histories.items()):
             if history.started is not None:
                 id = rollout.partition("~")[0]
-                self._sessions.setdefault(id, Session(id, journal)).load(history)
+                self._sessions.setdefault(id, Session(id, journal, sink)).load(history)
         for session in self._sessions.values():
             session.loaded()
             if session.state == "deleted":
@@ -55,9 +59,9 @@ class Sessions:
 
     def create(self, id: str, group: str = "", task: Any = None, seed: int | None = None) -> tuple[Session, bool]:
         """The session `id`, and whether it is new. Raises `Problem` for an id that is none, or is another session."""
-        if not _ID.fullmatch(id):
-            raise bad("a session id has up to 128 letters, digits and . _ : @ -", "session_id")
+        _check(id, group, task)
         if (session := self._sessions.get(id)) is not None:
+            session.need_kept()
             started = session.started
             for name, mine, theirs in (("group", group, started.group), ("task", task, started.task)):
                 if mine and msgspec.json.encode(mine) != msgspec.json.encode(theirs):
@@ -65,14 +69,14 @@ class Sessions:
             if seed is not None and seed != started.seed:
                 raise Problem(409, f"session {id} exists with another seed", param="seed", code="session_exists")
             return session, False
-        session = Session(id, self._journal)
+        session = Session(id, self._journal, self._sink)
         session.add_branch(group or id, task, derive_seed(self._seed, id) if seed is None else seed)
         self._sessions[id] = session
         return session, True
 
     def turn(
         self,
-        session: Session,
+        id: str,
         prompt_ids: list[int],
         sampling: Sampling,
         *,
@@ -82,25 +86,32 @@ class Sessions:
         retry: bool = False,
         admit: Callable[[], None] = lambda: None,
     ) -> tuple[Turn, Generation]:
-        """The turn that answers this request, and its completion, which is under way or complete.
+        """The turn of session `id` that answers this request, and its completion, which is under way or complete.
 
         A repeated request is answered by the turn that it repeats: from the journal as far as that goes, from the
         engine after that. `admit` is called before the engine gets work, and may raise. Raises `Problem`,
-        `BelayerError`; a request that is refused leaves no trace.
+        `BelayerError`; a request that is refused leaves no trace, and no session that was not there.
         """
-        session.need_open()
-        turn = session.known(prompt_ids, sampling, seeded, key, strict, retry)
+        _check(id)
+        session = self._sessions.get(id)
+        turn = None
+        if session is not None:
+            session.need_open()
+            turn = session.known(prompt_ids, sampling, seeded, key, strict, retry)
         repeated = turn is not None
         if turn is None:
             try:
                 admit()
                 self._upstream.check(GenerationRequest(id="", prompt_ids=prompt_ids, sampling=sampling))
             except (Problem, BelayerError):
-                session.turned_away(prompt_ids, sampling, seeded)
+                if session is not None:
+                    session.turned_away(prompt_ids, sampling, seeded)
                 raise
+            session, _ = self.create(id)
             turn = session.begin(prompt_ids, sampling, seeded, key)
         else:
             self.retries += 1
+        assert session is not None
         turn.answered = False
         generation = session.generation(turn, whole=self._upstream.version_policy == "restart_turn")
         if not generation.done and not self._runner.is_running(generation):
@@ -111,7 +122,7 @@ class Sessions:
 
     async def finish(self, session: Session, reward: Any) -> None:
         """Journal the reward; a second time with the same one changes nothing."""
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        if finite(reward) is None:
             raise bad("reward must be a finite number", "reward")
         if session.state == "finished":
             given = next(branch.history.reward for branch in session.branches if branch.history.finished)
@@ -126,35 +137,56 @@ class Sessions:
                 'send {"failed": "why"} instead, or delete it',
                 code="nothing_to_finish",
             )
-        await self._stop(session)
-        session.need_open()
-        session.finish(float(reward))
-        await self._upstream.end_trajectory(session.trajectory)
+        await self._end(session, "finished", lambda: session.finish(float(reward)))
 
     async def fail(self, session: Session, reason: Any) -> None:
         """Journal that the rollout failed: it will have no reward."""
         if not isinstance(reason, str) or not reason:
             raise bad("failed must say why", "failed")
+        if len(reason) > _MOST_REASON:
+            raise bad(f"failed must have no more than {_MOST_REASON} characters", "failed")
         if session.state == "failed":
             return
         session.need_open()
-        await self._stop(session)
-        session.need_open()
-        session.fail("ReportedByClient", reason)
-        await self._upstream.end_trajectory(session.trajectory)
+        await self._end(session, "failed", lambda: session.fail("ReportedByClient", reason))
 
     async def delete(self, session: Session) -> None:
         """End it for good; of a finished one this says that its trajectory was used."""
         if session.state == "deleted":
             return
-        await self._stop(session)
-        session.delete()
+        await self._end(session, "deleted", session.delete)
+
+    async def _end(self, session: Session, state: str, record: Callable[[], None]) -> None:
+        """Tell whoever waits for a completion of it that it is over, stop what is under way, then journal the end."""
+        over = session.ending = ended(session.id, state)
+        try:
+            stopping = [turn.generation for turn in session.turns if turn.generation is not None]
+            for generation in stopping:
+                generation.fail(over)
+            for generation in stopping:
+                await self._runner.cancel(generation)
+            if state != "deleted":
+                session.need_open_state()  # another client may have ended it meanwhile
+            record()
+        finally:
+            session.ending = None
         await self._upstream.end_trajectory(session.trajectory)
 
-    async def _stop(self, session: Session) -> None:
-        for turn in session.turns:
-            if turn.generation is not None:
-                await self._runner.cancel(turn.generation)
+
+def _check(id: str, group: str = "", task: Any = None) -> None:
+    """Raises `Problem` for what a session cannot be made of: all of it must fit into the journal."""
+    if not _ID.fullmatch(id):
+        raise bad("a session id has up to 128 letters, digits and . _ : @ -", "session_id")
+    if len(group) > _MOST_GROUP:
+        raise bad(f"group must have no more than {_MOST_GROUP} characters", "group")
+    if task is None:
+        return
+    try:
+        size = len(msgspec.msgpack.encode(task))
+    except (OverflowError, RecursionError, ValueError) as error:
+        raise bad(f"task cannot be journalled: {error}", "task") from None
+    if size > MOST_TASK_BYTES:
+        raise bad(f"task must have no more than {MOST_TASK_BYTES} bytes; keep large things elsewhere", "task")
 
 
 def describe(session: Session, *, tokens: bool = True) -> dict[str, Any]:

@@ -7,10 +7,12 @@ the others are called ID~1, ID~2, …
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
 
+from belayer import events as ev
 from belayer.engine import Sampling, TokenChunk
 from belayer.gateway.generation import Generation
 from belayer.gateway.problems import Problem
@@ -22,6 +24,13 @@ from belayer.seeds import derive_seed
 DELETED = "SessionDeleted"
 GIVEN_UP = "GivenUp"
 _TURNED_AWAY = 64  # requests of one session that are remembered as such
+
+
+def ended(id: str, state: str) -> Problem:
+    """What a request for session `id` is told once that is in `state`."""
+    if state == "deleted":
+        return Problem(410, f"session {id} was deleted; use another id", code="session_deleted")
+    return Problem(409, f"session {id} is {state}: it takes no more requests", code="session_over")
 
 
 class Turn:
@@ -61,6 +70,7 @@ class Branch:
     def __init__(self, history: History) -> None:
         self.history = history
         self.turns: list[Turn] = []
+        self.since = time.time()  # when this process first had it
 
     @property
     def idle(self) -> bool:
@@ -75,12 +85,15 @@ class Branch:
 class Session:
     """See the module. All of it is in the journal; only who has been answered is not."""
 
-    def __init__(self, id: str, journal: Journal) -> None:
+    def __init__(self, id: str, journal: Journal, sink: ev.EventSink = ev.ignore) -> None:
         self.id = id
         self.branches: list[Branch] = []
         self.turns: list[Turn] = []
         self._journal = journal
-        self._keys: dict[str, Turn] = {}
+        self._sink = sink
+        self.ending: Problem | None = None
+        """What requests are told while it is being ended."""
+        self._keys: dict[str, list[Turn]] = {}
         self._turned_away: set[str] = set()
 
     # -- from the journal ----------------------------------------------------------------------------------------------
@@ -118,13 +131,19 @@ class Session:
         return "finished" if any(h.finished for h in histories) else "open"
 
     def need_open(self) -> None:
-        match self.state:
-            case "open":
-                return
-            case "deleted":
-                raise Problem(410, f"session {self.id} was deleted; use another id", code="session_deleted")
-            case state:
-                raise Problem(409, f"session {self.id} is {state}: it takes no more requests", code="session_over")
+        """Raises `Problem` when it takes no more requests."""
+        if self.ending is not None:
+            raise self.ending
+        self.need_open_state()
+
+    def need_open_state(self) -> None:
+        if (state := self.state) != "open":
+            raise ended(self.id, state)
+
+    def need_kept(self) -> None:
+        """Raises `Problem` when it was deleted."""
+        if (state := self.state) == "deleted":
+            raise ended(self.id, state)
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def known(
@@ -136,14 +155,17 @@ class Session:
         the client says that it asks again.
         """
         mark = fingerprint(prompt_ids, sampling, seeded)
-        turn = self._keys.get(key) if key else None
-        if turn is not None and turn.finish != "abort":
+        named = [turn for turn in self._keys.get(key, ()) if turn.finish != "abort"]
+        for turn in named:
             if turn.intent.fingerprint == mark:
                 return turn
-            if strict:
-                raise Problem(
-                    422, f"the idempotency key {key!r} was used for another request", code="idempotency_key_reused"
-                )
+        if named and strict:
+            raise Problem(
+                422,
+                f"the idempotency key {key!r} was used for another request",
+                param="Idempotency-Key",
+                code="idempotency_key_reused",
+            )
         if key and strict:
             return None  # a key of its own: the client says that it is another request
         newest = [branch.turns[-1] for branch in self.branches if branch.turns]
@@ -186,7 +208,7 @@ class Session:
         """The completion of `turn`, with what the journal holds of it."""
         if turn.generation is not None and turn.generation.error is None:
             return turn.generation
-        branch, number = turn.branch, turn.number
+        branch, number, start = turn.branch, turn.number, time.time()
         asked = f"generate {msgspec.json.encode(turn.intent.sampling).decode()}"
 
         def journal(chunk: TokenChunk) -> None:
@@ -201,6 +223,10 @@ class Session:
                 asked=asked,
                 finish=chunk.finish_reason or "",
             )
+            if chunk.finish_reason:
+                tokens = chunk.start + len(chunk.token_ids)
+                wall_s = time.time() - start
+                self._emit(branch, ev.GENERATE, turn=len(branch.turns), tokens=tokens, start=start, wall_s=wall_s)
 
         def void(reason: str) -> None:
             if turn.call is not None:
@@ -239,6 +265,7 @@ class Session:
         self._journal.record(r.RolloutStarted(rollout=name, group=group, task=task, seed=seed))
         branch = Branch(self._journal.history(name))
         self.branches.append(branch)
+        self._emit(branch, ev.ROLLOUT_STARTED, group=group, attempt=0)
         return branch
 
     def _add(self, branch: Branch, intent: Intent, number: int) -> Turn:
@@ -246,7 +273,7 @@ class Session:
         branch.turns.append(turn)
         self.turns.append(turn)
         if intent.key:
-            self._keys[intent.key] = turn
+            self._keys.setdefault(intent.key, []).append(turn)
         return turn
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -256,20 +283,24 @@ class Session:
             self._drop_open_turn(branch)
             if any(turn.finish for turn in branch.turns):
                 self._record(branch, r.RolloutFinished, reward=reward)
+                tokens = sum(len(turn.call.ids) for turn in branch.turns if turn.call is not None)
+                data = {"reward": reward, "turns": len(branch.turns), "tokens": tokens, "attempt": 0}
+                self._emit(branch, ev.ROLLOUT_FINISHED, **data, wall_s=time.time() - branch.since)
             else:
-                self._record(branch, r.RolloutFailed, error=GIVEN_UP, reason="its client gave its only request up")
+                self._failed(branch, GIVEN_UP, "its client gave its only request up")
 
     def fail(self, error: str, reason: str) -> None:
         for branch in self.branches:
             if not branch.history.over:
                 self._drop_open_turn(branch)
-                self._record(branch, r.RolloutFailed, error=error, reason=reason)
+                self._failed(branch, error, reason)
 
     def delete(self) -> None:
         """Journal that its trajectories were used, or, where it was not finished, that nobody will. Frees memory."""
         for branch in self.branches:
             if branch.history.finished and not branch.history.acknowledged:
                 self._record(branch, r.Acknowledged)
+                self._emit(branch, ev.ROLLOUT_DELIVERED, attempt=0)
         self.fail(DELETED, "its client deleted the session before it was finished")
         self.forget()
 
@@ -284,6 +315,13 @@ class Session:
         last = branch.turns[-1] if branch.turns else None
         if last is not None and last.call is not None and not last.finish:
             self._record(branch, r.TurnVoided, call=last.number, reason="its client gave it up")
+
+    def _failed(self, branch: Branch, error: str, reason: str) -> None:
+        self._record(branch, r.RolloutFailed, error=error, reason=reason)
+        self._emit(branch, ev.ROLLOUT_FAILED, reason=reason, failure=error)
+
+    def _emit(self, branch: Branch, kind: str, **data: Any) -> None:
+        self._sink(ev.Event(kind=kind, subject=branch.history.rollout, data=data))
 
     def _record(self, branch: Branch, kind: Any, **fields: Any) -> None:
         self._journal.record(kind(rollout=branch.history.rollout, attempt=branch.history.attempt, **fields))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from belayer import events
 from belayer.config import EngineConfig, VersionPolicy
 from belayer.engine import Engine, GenerationRequest, TokenSink
+from belayer.engine._model_folder import inspect
 from belayer.engine.weights.checkpoint_files import checkpoint_tensors
 from belayer.errors import ConfigError, WeightsError
 from belayer.files import write_atomically
@@ -19,7 +20,22 @@ from belayer.ownership import RunLabel
 if TYPE_CHECKING:
     import torch
 
-_WEIGHTS_FILE = "weights.json"
+WEIGHTS_FILE = "weights.json"
+
+
+def check_model(config: EngineConfig) -> None:
+    """Raises `ConfigError` for what can be seen to be wrong before anything is started."""
+    if (folder := config.model) is not None:
+        there = folder.expanduser().is_dir()
+        if not there or not (folder.expanduser() / "config.json").is_file():
+            raise ConfigError(
+                f"{folder} has no config.json: it is no model folder"
+                if there
+                else f"there is no model folder {folder}",
+                kept="nothing was started or written",
+                next_step="check the path given to `belayer serve`, or engine.model of its --config",
+            )
+    inspect(config)
 
 
 class OwnEngine:
@@ -99,7 +115,7 @@ class OwnEngine:
             for old in [known for known in self._folders if known < version]:
                 del self._folders[old]
             note = {"policy_version": version, "folder": str(folder)}
-            await asyncio.to_thread(write_atomically, self._run / _WEIGHTS_FILE, json.dumps(note).encode())
+            await asyncio.to_thread(write_atomically, self._run / WEIGHTS_FILE, json.dumps(note).encode())
             return version
 
     def state(self) -> dict[str, Any]:
@@ -114,7 +130,7 @@ class OwnEngine:
 
 
 def _last_weights(run: Path, model: Path) -> tuple[int, Path]:
-    file = run / _WEIGHTS_FILE
+    file = run / WEIGHTS_FILE
     try:
         note = json.loads(file.read_text())
         version, folder = int(note["policy_version"]), Path(note["folder"])
