@@ -446,6 +446,41 @@ def test_an_engine_that_is_closed_ends_its_builder(built: Built) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.timeout(300)
+def test_an_image_is_given_up_only_after_two_failures_in_a_row(
+    built: Built, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker that fails may have been killed, or have lost its owner: that is no proof against its image."""
+    shutil.copytree(built.cache / FOLDER, tmp_path / FOLDER, copy_function=os.link)
+    monkeypatch.setenv("BELAYER_CACHE", str(tmp_path))
+
+    async def scenario() -> None:
+        events: list[ev.Event] = []
+        async with _engine(built.model, events, standby="none") as engine:
+            images = engine._fleet._spawner.images
+            owner = engine._fleet.owner.address
+            settings = {name: getattr(engine._config, name) for name in BAKED}
+
+            async def started(owner: str) -> str:
+                model = str(built.model)
+                spec = Spec(99, model=model, owner_socket=owner, fill=False, policy_version=0, nice=0, **settings)
+                made = await images.start(lambda: spec, images._log_dir / "doubted.log")
+                if made is not None:
+                    await made[0].fence(WAIT_S)
+                return _last(events, ev.ENGINE_IMAGE)["state"]
+
+            nobody = str(tmp_path / "nobody listens here")
+            assert await started(nobody) == "doubted"
+            assert await started(owner) == "restored"  # which ends the doubt
+            assert await started(nobody) == "doubted"
+            assert await images.find() is not None
+            assert await started(nobody) == "refused"
+            assert "a worker restored from it failed" in _last(events, ev.ENGINE_IMAGE)["reason"]
+            assert await images.find() is None and not list((tmp_path / FOLDER).glob("*/meta.json"))
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.timeout(900)
 def test_images_that_fail_are_refused_and_the_engine_starts_without(built: Built) -> None:
     """Two kinds of failure; the last one in a whole engine, which comes up through the nursery."""

@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import needs_sandboxes
@@ -18,8 +19,8 @@ from belayer.config import PolicyConfig, RecoveryConfig
 from belayer.errors import RolloutFailed, SandboxLost
 from belayer.journal import Journal
 from belayer.journal.records import ActionCompleted, ActionIntended, EnvRestored, RolloutStarted
-from belayer.recovery import EnvironmentKeeper
-from belayer.recovery.actions import Exec
+from belayer.recovery import EnvironmentKeeper, environment
+from belayer.recovery.actions import Exec, perform_until
 from belayer.recovery.breaker import CircuitBreaker
 from belayer.sandbox import ExecResult, Sandbox, Sandboxes
 
@@ -95,7 +96,9 @@ def test_outcomes_of_actions_are_results(tmp_path):
         await shell(box, "sleep 1000 & y=1")
         result = await box.exec("kill -9 -1")
         assert (result.exit_code, result.signal, result.oom) == (None, 9, False)
-        assert await shell(box, "echo [$y]") == "[]\n"  # the shell was among them
+        # the shell was among them; its own end may come a moment after the command's
+        again = await box.shell("echo [$y]")
+        assert again.stdout == b"[]\n" or (again.shell_ended and await shell(box, "echo [$y]") == "[]\n")
         await shell(box, "sleep 1000 & y=2")
         await box.shell("kill -9 -1")  # never the caller itself, so the shell stays
         assert await shell(box, "echo [$y]; jobs -r") == "[2]\n"
@@ -204,6 +207,42 @@ def test_an_ambiguous_death_is_tried_once_more_and_then_set_aside(tmp_path):
                 assert rollout.count(ActionIntended) == 3 and rollout.count(ActionCompleted) == 1
             finally:
                 offering.cancel()
+                await rollout.close()
+
+    asyncio.run(body())
+
+
+def test_a_death_right_after_an_action_is_no_damage_that_it_did(tmp_path, monkeypatch):
+    """Twice at the same action, between its end and the look at what it left behind."""
+
+    async def body() -> None:
+        async with sandboxes(tmp_path / "c") as manager:
+            rollout = Rollout(tmp_path / "journal", manager)
+            deaths = 0
+
+            async def struck(sandbox: Sandbox, *args: Any) -> Any:
+                nonlocal deaths
+                result = await perform_until(sandbox, *args)
+                if deaths < 2 and rollout.calls == 1:
+                    deaths += 1
+                    kill_init(sandbox)
+                    await died(sandbox)
+                return result
+
+            monkeypatch.setattr(environment, "perform_until", struck)
+            try:
+                await rollout.act("echo 1 >> /root/log")
+                assert (await rollout.act("echo 2 >> /root/log; cat /root/log")).stdout == b"1\n2\n"
+                assert deaths == 2 and rollout.count(ActionIntended) == 4
+                assert rollout.count(EnvRestored) == 2, "its work is gone with it, so it is done again each time"
+                completed = [record for record in rollout.records if isinstance(record, ActionCompleted)]
+                assert [record.damage for record in completed] == ["", ""]
+                box = rollout.keeper.sandbox
+                assert box is not None and await box.healthy() is None
+                # a dead sandbox was accepted nowhere: the next action finds a living one
+                assert (await rollout.act("cat /root/log")).stdout == b"1\n2\n"
+                assert rollout.count(EnvRestored) == 2
+            finally:
                 await rollout.close()
 
     asyncio.run(body())
