@@ -76,6 +76,7 @@ async def serve(
         upstream = gateway.upstream
         about = {"seed": opened.about.get("seed", 0), "resumed": opened.resumed, "versions": versions()}
         sink(events.Event(kind=events.RUN_STARTED, data=about))
+        gateway.sessions.announce()
         async with listening(gateway, listener) as url:
             address = {"url": url, "pid": os.getpid(), "model": gateway.served.names[0]}
             write_atomically(opened.path / ADDRESS_FILE, json.dumps(address).encode())

@@ -45,6 +45,11 @@ class Sessions:
             if session.state == "deleted":
                 session.forget()
 
+    def announce(self) -> None:
+        """Tell the sink of every rollout that goes on, once somebody listens."""
+        for session in self._sessions.values():
+            session.announce()
+
     def __len__(self) -> int:
         return len(self._sessions)
 

@@ -109,6 +109,12 @@ class Session:
         """All branches are there."""
         self.turns.sort(key=lambda turn: turn.intent.turn)
 
+    def announce(self) -> None:
+        """Tell the sink of the rollouts that go on."""
+        for branch in self.branches:
+            if not branch.history.over:
+                self._started(branch)
+
     # -- what it is ----------------------------------------------------------------------------------------------------
     @property
     def started(self) -> r.RolloutStarted:
@@ -265,7 +271,7 @@ class Session:
         self._journal.record(r.RolloutStarted(rollout=name, group=group, task=task, seed=seed))
         branch = Branch(self._journal.history(name))
         self.branches.append(branch)
-        self._emit(branch, ev.ROLLOUT_STARTED, group=group, attempt=0)
+        self._started(branch)
         return branch
 
     def _add(self, branch: Branch, intent: Intent, number: int) -> Turn:
@@ -319,6 +325,9 @@ class Session:
     def _failed(self, branch: Branch, error: str, reason: str) -> None:
         self._record(branch, r.RolloutFailed, error=error, reason=reason)
         self._emit(branch, ev.ROLLOUT_FAILED, reason=reason, failure=error)
+
+    def _started(self, branch: Branch) -> None:
+        self._emit(branch, ev.ROLLOUT_STARTED, group=self.started.group, attempt=0)
 
     def _emit(self, branch: Branch, kind: str, **data: Any) -> None:
         self._sink(ev.Event(kind=kind, subject=branch.history.rollout, data=data))
