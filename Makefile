@@ -13,8 +13,8 @@ ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E)
 run: setup
 	$(ROOT) $(BIN)/belayer train examples/shell_grpo.toml --inject --reference
 
-test: setup lint
-	$(ROOT) $(BIN)/python -m pytest
+test: setup
+	$(ROOT) $(BIN)/python scripts/run_tests.py
 
 setup:
 	@scripts/setup.sh

@@ -107,7 +107,8 @@ def engine_config(model: Path, **changes: Any) -> EngineConfig:
         "hang_s": 1.5,
     }
     if "images" not in changes:
-        settings["images"] = not KEYED & changes.keys() and has_image((model / "config.json").read_text())
+        file = model / "config.json"
+        settings["images"] = file.is_file() and not KEYED & changes.keys() and has_image(file.read_text())
     return EngineConfig(**(settings | changes))
 
 

@@ -117,6 +117,12 @@ async def died(sandbox: Sandbox, timeout_s: float = 5.0) -> float:
     return time.monotonic() - begun
 
 
+async def settled(manager: Sandboxes) -> None:
+    """Wait until what the manager makes ahead is there: from here on it neither makes nor opens anything by itself."""
+    slots = manager._slots
+    await eventually("the spare slots are there", lambda: slots._refill is None or slots._refill.done())
+
+
 async def eventually(what: str, check: Any, timeout_s: float = 5.0) -> None:
     """Wait until `check()` (a plain or async function) is true."""
     deadline = time.monotonic() + timeout_s

@@ -29,7 +29,7 @@ COUNT = 3
 def start_and_close(model: Path, **changes: object) -> None:
     async def scenario() -> None:
         with RunLabel.new("test engine start") as label:
-            engine = await Engine.start(engine_config(model, **changes), label)
+            engine = await Engine.start(engine_config(model, images=False, **changes), label)
             await engine.close()
 
     asyncio.run(scenario())

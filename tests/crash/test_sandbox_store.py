@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import needs_sandboxes
-from tests.sandbox_kit import eventually, kill_init, labelled, run, sandboxes, shell
+from tests.sandbox_kit import eventually, kill_init, labelled, run, sandboxes, settled, shell
 
 from belayer.config import SandboxConfig
 from belayer.errors import StorageFull
@@ -102,6 +102,7 @@ def test_the_probe_leaves_nothing_and_disturbs_nobody(tmp_path):
         async with sandboxes(tmp_path / "checkpoints") as manager:
             box = await manager.create("s")
             await shell(box, "x=1; sleep 600 & true")
+            await settled(manager)
             before = {str(thing) for thing in labelled(manager.label.name)}
             others = {thing.label for thing in everything_labelled()}
             begun = time.monotonic()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import needs_sandboxes
-from tests.sandbox_kit import eventually, processes_like, run, sandboxes, shell
+from tests.sandbox_kit import eventually, processes_like, run, sandboxes, settled, shell
 
 from belayer.sandbox import Sandbox
 
@@ -159,6 +159,7 @@ def test_init(tmp_path):
     async def body() -> None:
         async with sandboxes(tmp_path / "checkpoints") as manager:
             box = await manager.create("s")
+            await settled(manager)
             before = len(os.listdir("/proc/self/fd"))
             for check in (
                 output_is_bytes,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import needs_sandboxes
-from tests.sandbox_kit import State, eventually, kill_init, overlay_store, run, sandboxes, shell
+from tests.sandbox_kit import State, eventually, kill_init, overlay_store, processes_like, run, sandboxes, shell
 
 from belayer import events
 from belayer.errors import CheckpointRefused, CheckpointUnfit
@@ -49,6 +49,7 @@ def test_the_shell_comes_back_without_its_processes(tmp_path):
             )
             await shell(box, "digits() { case $1 in +([0-9])) echo yes;; *) echo no;; esac; }; raw=$'\\xff\\x01é'")
             await shell(box, "sleep 600 & echo background > /tmp/before")
+            await eventually("it is what it shall be", lambda: processes_like(box, "sleep 600"))
             assert (await box.shell("(exit 3)")).exit_code == 3
             manifest = await box.checkpoint(action=1, level="fs+shell")
             assert manifest.level == "fs+shell" and manifest.reason and not manifest.parent
