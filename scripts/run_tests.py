@@ -1,7 +1,7 @@
 """Style, types and all tests, in two lanes side by side: there are two cores, and most tests wait for a process.
 
-The second lane's output goes to build/tests-second-lane.log and is printed when it has ended. Ctrl-C ends both. The exit
-code is 0 only if every step of both lanes ended with 0; a lane goes on after a step that failed.
+The second lane's output goes to build/tests-second-lane.log and is printed when it has ended. Ctrl-C ends both. The
+exit code is 0 only if every step of both lanes ended with 0; a lane goes on after a step that failed.
 """
 
 from __future__ import annotations
