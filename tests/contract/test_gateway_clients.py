@@ -367,8 +367,12 @@ def test_an_abort_hands_over_what_there_is(served: Served, http: httpx.Client) -
 def test_new_weights_come_from_a_folder(served: Served, http: httpx.Client, tmp_path: Path) -> None:
 
     before = completion(http, {"temperature": 0})
-    bad = http.post("/update_weights_from_disk", json={"model_path": str(tmp_path)})
-    assert bad.status_code == 400 and bad.json()["success"] is False
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "model.safetensors").write_bytes(b"no tensors")
+    for path in (str(tmp_path), str(damaged), "/" + "a" * 5000, "\0"):
+        bad = http.post("/update_weights_from_disk", json={"model_path": path})
+        assert bad.status_code == 400 and bad.json()["success"] is False
     folder = make_chat_model(tmp_path / "new", seed=1)
     done = ask(http, "/update_weights_from_disk", {"model_path": str(folder), "weight_version": "3"})
     assert done["success"] and http.get("/weight_info").json() == {"weight_version": "3"}

@@ -60,6 +60,8 @@ async def serve(
             "a tokenizer of its own is for --upstream: the engine looks for stop strings with its model folder's",
             next_step="put tokenizer.json into the model folder",
         )
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise ConfigError(f"there is no folder {tokenizer}", next_step="check --tokenizer")
     stop = asyncio.Event()
     now = asyncio.Event()
     async with AsyncExitStack() as stack:

@@ -100,12 +100,10 @@ class OwnEngine:
 
     async def update_weights(self, folder: Path, policy_version: int | None) -> int:
         """Raises `WeightsError` for a folder or version that cannot be served; the old weights serve on then."""
-        if not any(folder.glob("*.safetensors")):
-            raise WeightsError(f"{folder} holds no *.safetensors file", kept="the weights that serve")
         async with self._updating:
+            tensors = await asyncio.to_thread(_tensors, folder)
             version = self.policy_version + 1 if policy_version is None else policy_version
             self._folders[version] = folder
-            tensors = await asyncio.to_thread(lambda: list(checkpoint_tensors(folder)))
             try:
                 await self.engine.update_weights(tensors, version)
             except BaseException:
@@ -127,6 +125,16 @@ class OwnEngine:
 
     async def close(self) -> None:
         await self.engine.close()
+
+
+def _tensors(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError
+
+    try:
+        return list(checkpoint_tensors(folder))
+    except (OSError, ValueError, SafetensorError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise WeightsError(f"the weights cannot be read: {why}", kept="the weights that serve") from None
 
 
 def _last_weights(run: Path, model: Path) -> tuple[int, Path]:
