@@ -12,6 +12,7 @@ from belayer import events
 from belayer.cli.policy import policy_command
 from belayer.cli.show import show_command
 from belayer.cli.status import status_command
+from belayer.cli.train import resume_command
 from belayer.cli.verify import verify_command
 from belayer.errors import JournalCorrupt, RunError
 from belayer.journal import Journal
@@ -187,6 +188,14 @@ def test_a_damaged_description_is_one_clear_error_for_all(run, capsys, content):
     (run / "run.json").write_text('{"format": 1, "seed": 0}')
     assert verified(run, capsys)[0] == 0 and policy_command(run, None, every=None, reset=False) == 0
     RunDirectory.open(run).close()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "7", "\xff", '{"config": 1, "base": 2, "reference": 3}'])
+def test_a_damaged_job_is_one_clear_error(run, content):
+    (run / "job.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match=r"job\.json is damaged") as caught:
+        resume_command(run, plain=True)
+    assert caught.value.kept and caught.value.next_step
 
 
 # -- groups ---------------------------------------------------------------------------------------

@@ -87,8 +87,12 @@ def resume_command(directory: Path, *, plain: bool, metrics_port: int | None = N
                 next_step="start that program again: Run.open goes on from the journal",
             ) from None
         raise RunError(f"there is no run at {directory}", next_step="check the path") from None
-    except (ValueError, KeyError) as error:
-        raise RunError(f"{directory / JOB_FILE} is damaged: {error}", kept="the journal beside it") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{directory / JOB_FILE} is damaged: {error}",
+            kept="the journal beside it",
+            next_step="restore it from a copy, or start the job anew in another --run-dir",
+        ) from None
     if metrics_port is not None:
         observe = config.observe.model_copy(update={"metrics_port": metrics_port})
         config = config.model_copy(update={"observe": observe})
