@@ -61,7 +61,8 @@ def verify_run(run: Path) -> Verdict:
     if problem:
         verdict.damage.append(problem)
     elif "gateway" not in (read_about(run) if (run / "run.json").is_file() else {}):
-        # a gateway's clients give names as they like
+        # a gateway's clients give names and groups as they like, and give requests up
+        verdict.short_groups = short_groups(attempts)
         verdict.findings += [Finding(rollout, 0, what) for rollout, what in missing_members(attempts)]
     return verdict
 
@@ -113,7 +114,6 @@ def _examine(records: Iterable[r.AnyRecord]) -> tuple[Verdict, dict[str, list[At
                 found(rollout, last.start.attempt, problem)
     for rollout, problem in replacement_problems(attempts):
         found(rollout, attempts[rollout][-1].start.attempt, problem)
-    verdict.short_groups = short_groups(attempts)
     return verdict, attempts
 
 
