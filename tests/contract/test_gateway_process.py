@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.conftest import needs_root, needs_vllm
+from tests.engine_kit import has_image
 from tests.gateway_kit import Cli, make_chat_model, stream, tokens_of, wait_for
 
 from belayer.cli.train import resume_command
@@ -48,7 +49,9 @@ def engine_processes(run: Path) -> list[int]:
 def test_a_killed_gateway_goes_on_where_it_was(tmp_path: Path) -> None:
     """SIGKILL in the middle of a streamed call; on the same run directory the retry gets every token, and the same."""
     model = make_chat_model(tmp_path / "model")
-    (tmp_path / "serve.toml").write_text("[engine]\nimages = false\nstandby = 'none'\nkv_bytes = 33554432\n")
+    images = str(has_image((model / "config.json").read_text())).lower()
+    settings = f"images = {images}\nmax_num_seqs = 8\nkv_bytes = 33554432\n"  # those of the suite's image
+    (tmp_path / "serve.toml").write_text(f"[engine]\nstandby = 'none'\n{settings}")
     arguments = (str(model), "--config", str(tmp_path / "serve.toml"), "--max-model-len", "512")
     run = tmp_path / "run"
 
