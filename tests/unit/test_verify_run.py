@@ -211,6 +211,11 @@ def test_a_group_that_was_delivered_without_one_of_its_members(tmp_path):
     assert "group r-0 was delivered with 2 of 3 members: of r-0-1 nothing is said" in what
 
 
+def test_a_failure_of_one_member_excuses_no_other(tmp_path):
+    (what,) = findings(tmp_path, rollout("r-0-0", *OVER), rollout("r-0-2", *LOST))
+    assert "of r-0-1 nothing is said" in what
+
+
 def test_a_group_that_was_delivered_with_fewer_members_than_a_later_one(tmp_path):
     others = [rollout(f"r-1-{index}", *OVER) for index in range(3)]
     (what,) = findings(tmp_path, rollout("r-0-0", *OVER), rollout("r-0-1", *OVER), *others)

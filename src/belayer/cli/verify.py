@@ -82,8 +82,8 @@ def _print(run: Path, verdict: Verdict, again: Reexecution | None) -> None:
         console.print("consistent: every context describes what its environment did")
     elif not verdict.findings:
         console.print(
-            "NOT consistent: no record contradicts another, but something of this run is damaged or gone. Restore the "
-            "run directory from a copy, or start the run anew."
+            "NOT consistent: no record contradicts another, but something of this run is damaged or gone. Do not go on "
+            "with it as it is: repair what can be repaired, restore it from a copy, or start the run anew."
         )
     else:
         console.print(

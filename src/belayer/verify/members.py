@@ -70,8 +70,10 @@ def missing_members(attempts: Attempts) -> Iterator[tuple[str, str]]:
             there = members[group]
             size = max(size, max(there) + 1)
             missing = [index for index in range(size) if index not in there]
+            last = [attempts[rollout][-1] for rollout in there.values()]
+            delivered = any(each.acknowledged for each in last)
             # while somebody is at work on it, it is not over
-            if missing and all(attempts[rollout][-1].acknowledged for rollout in there.values()):
+            if missing and delivered and all(each.acknowledged or each.failed for each in last):
                 named = ", ".join(f"{group}-{index}" for index in missing)
                 yield (
                     there[min(there)],
