@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# how long an example takes says more about the machine than about us
+settings.register_profile("belayer", deadline=None)
+settings.load_profile("belayer")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # as in a background job of a shell: then everything that the tests start would ignore Ctrl-C too
