@@ -61,6 +61,19 @@ def test_promotion() -> None:
     assert supervisor.handle(sv.Rebuilt(2)) == [sv.Spawn(fill=False)]
 
 
+def test_an_owner_that_dies_between_the_two_answers_is_not_relied_upon() -> None:
+    for standby in (True, False):
+        supervisor, _ = started(standby=standby)
+        supervisor.handle(sv.Died(1, "SIGKILL"))
+        supervisor.handle(sv.Fenced(1))
+        assert supervisor.handle(sv.OwnerChecked(None)) == [sv.CheckDevice()]
+        assert supervisor.handle(sv.OwnerLost()) == []
+        fences = [sv.Fence(2)] if standby else []
+        assert supervisor.handle(sv.DeviceChecked(None)) == [*fences, sv.ReplaceOwner(sv.Cause.LOST)]
+        assert supervisor.handle(sv.OwnerReplaced(None)) == [sv.Spawn(fill=False)]
+        cold_started(supervisor, 3)
+
+
 def test_a_long_rebuild_is_not_without_a_shadow() -> None:
     supervisor, clock = started()
     supervisor.handle(sv.Died(1, "SIGKILL"))

@@ -104,6 +104,7 @@ class Supervisor:
     _spawning: int = 0  # Spawn actions whose Started has not come yet
     _filled: bool = False  # the owner holds weights that have served
     _replacing: bool = False
+    _owner_gone: bool = False  # since it was asked
     _damaged: bool = False  # the weights must come from their source again
     _failures: int = 0
     _standby_failures: int = 0
@@ -224,6 +225,7 @@ class Supervisor:
         if self._damaged:
             return self._stop_for_owner(Cause.DAMAGED)
         self.state = State.CHECKING
+        self._owner_gone = False
         return [CheckOwner()]
 
     # -- owner, weights, device ---------------------------------------------------------------------------------------
@@ -246,6 +248,9 @@ class Supervisor:
             self._first_reason = self._first_reason or reason
             self._failures += 1
             return self._give_up() if self._failures >= self.limits.attempts else self._stop_for_owner(Cause.DEVICE)
+        if self._owner_gone:
+            self._first_reason = self._first_reason or "the owner ended"
+            return self._stop_for_owner(Cause.LOST)
         if self._standby and self._standby.ready:
             self._candidate, self._standby = self._standby.generation, None
             self.how = "promotion"
@@ -269,8 +274,11 @@ class Supervisor:
         return [self._fence(generation) for generation in victims] or self._after_fence()
 
     def _on_owner_lost(self) -> list[Action]:
+        if self.state in (State.SERVING, State.REBUILDING):
+            return self._replace_owner()
         # everywhere else the next activation fails and leads to CHECKING, which finds out
-        return self._replace_owner() if self.state in (State.SERVING, State.REBUILDING) else []
+        self._owner_gone = self.state is State.CHECKING
+        return []
 
     def _stop_for_owner(self, cause: Cause) -> list[Action]:
         self.state = State.REPLACING_OWNER
