@@ -193,7 +193,8 @@ def forget_deleted(root: Path) -> int:
                 _ioctl(root, _QGROUP_CREATE, ctypes.create_string_buffer(struct.pack("<QQ", 0, int(number)), 16))
                 removed += 1
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EBUSY, errno.EINVAL):  # gone, or in use after all
+            # gone meanwhile (ENODEV: between opening and reading its file), or in use after all
+            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.EBUSY, errno.EINVAL):
                 raise
     return removed
 
