@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 from belayer.errors import BelayerError
+from belayer.integrations._bash_tool import BASH_TOOL
 from belayer.integrations._extras import missing
 from belayer.integrations._host import ProtectedHost, shared_host
 from belayer.integrations._protected import ProtectedSandbox
@@ -42,19 +43,6 @@ except ImportError as error:
     raise missing("verifiers", "verifiers", error) from error
 
 NO_LIMIT_S = 7 * 86400.0  # verifiers' own timeouts end the call; a sandbox wants a number
-
-_BASH: Any = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a command in a bash shell that stays the same for the whole conversation.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "The command to run."}},
-            "required": ["command"],
-        },
-    },
-}
 
 
 class BelayerRuntime(Runtime):
@@ -151,7 +139,7 @@ class SandboxBash(Harness[HarnessConfig]):
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             while True:
                 try:
-                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, tools=[_BASH])
+                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, tools=[BASH_TOOL])
                 except OpenAIError as error:  # also how verifiers ends a rollout that has reached a limit
                     return ProgramResult(exit_code=1, stdout="", stderr=str(error))
                 message = answer.choices[0].message

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from belayer.errors import BelayerError
+from belayer.integrations._bash_tool import BASH_TOOL
 from belayer.integrations._extras import missing
 from belayer.integrations._host import shared_host
 from belayer.integrations._protected import ProtectedSandbox
@@ -31,19 +32,6 @@ try:
 except ImportError as error:
     raise missing("verl", "verl", error) from error
 
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a command in a bash shell that stays the same for the whole conversation.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string", "description": "The command to run."}},
-            "required": ["command"],
-        },
-    },
-}
-
 
 @register("belayer_sandbox")
 class SandboxAgentLoop(ToolAgentLoop):
@@ -51,7 +39,7 @@ class SandboxAgentLoop(ToolAgentLoop):
 
     def __init__(self, *args: Any, image: str | None = None, timeout_s: float = 60.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        schema = OpenAIFunctionToolSchema.model_validate(_SCHEMA)
+        schema = OpenAIFunctionToolSchema.model_validate(BASH_TOOL)
         self.tools["bash"] = FunctionTool(name="bash", fn=self._bash, tool_schema=schema, is_async=True)
         self.tool_schemas.append(schema.model_dump(exclude_unset=True, exclude_none=True))
         self.sandbox: ProtectedSandbox | None = None

@@ -9,7 +9,7 @@ import msgspec
 
 from belayer.engine import Sampling
 from belayer.gateway.dialects._fields import Fields
-from belayer.gateway.dialects.base import Ask, Served
+from belayer.gateway.dialects.base import Ask, Order, Served, Writer
 from belayer.gateway.problems import Problem, bad, unsupported
 from belayer.seeds import derive_seed
 
@@ -46,6 +46,18 @@ class Wish(msgspec.Struct, kw_only=True):
             for prompt in prompts
             for choice in range(self.n)
         ]
+
+    def order(self, writer: Writer, *, stream: bool, prompt_name: str, ends: frozenset[int] | None = None) -> Order:
+        """What is to be done, and how it is answered. `ends` in place of the tokens that this wish ends with."""
+        return Order(
+            asks=writer.asks,
+            stream=stream,
+            writer=writer,
+            ends=self.ends if ends is None else ends,
+            keep_stop=self.keep_stop,
+            skip_special=self.skip_special,
+            prompt_name=prompt_name,
+        )
 
     def _sampling(self, prompt: list[int], served: Served, choice: int) -> Sampling:
         room = served.max_model_len - len(prompt)

@@ -47,6 +47,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class Writer(Protocol):
     """Writes the answers to one request. Everything returned is JSON-able."""
 
+    asks: list[Ask]
+    """What is answered."""
+
     def whole(self, deltas: list[Delta]) -> Any:
         """The answer to a request that does not stream: one delta per ask."""
         ...

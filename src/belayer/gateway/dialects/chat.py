@@ -49,15 +49,7 @@ async def chat_order(body: Any, served: Served) -> Order:
     )
     without_effect(fields)
     fields.end()
-    return Order(
-        asks=writer.asks,
-        stream=stream,
-        writer=writer,
-        ends=wish.ends,
-        keep_stop=wish.keep_stop,
-        skip_special=wish.skip_special,
-        prompt_name="messages",
-    )
+    return wish.order(writer, stream=stream, prompt_name="messages")
 
 
 async def chat_prompt(fields: Fields, served: Served) -> list[int]:

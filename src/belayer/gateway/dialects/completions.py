@@ -41,14 +41,7 @@ async def completions_order(body: Any, served: Served) -> Order:
     )
     without_effect(fields)
     fields.end()
-    return Order(
-        asks=writer.asks,
-        stream=stream,
-        writer=writer,
-        ends=wish.ends,
-        keep_stop=wish.keep_stop,
-        skip_special=wish.skip_special,
-    )
+    return wish.order(writer, stream=stream, prompt_name="prompt")
 
 
 def stream_options(fields: Fields) -> tuple[bool, str]:

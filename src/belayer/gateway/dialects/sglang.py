@@ -58,15 +58,8 @@ async def sglang_order(body: Any, served: Served) -> Order:
     )
     fields.only("model", *served.names, why="another model is served")
     fields.end()
-    return Order(
-        asks=writer.asks,
-        stream=stream,
-        writer=writer,
-        ends=frozenset(),  # SGLang names every token that ended a completion
-        keep_stop=wish.keep_stop,
-        skip_special=wish.skip_special,
-        prompt_name="input_ids",
-    )
+    # SGLang names every token that ended a completion
+    return wish.order(writer, stream=stream, prompt_name="input_ids", ends=frozenset())
 
 
 async def _prompts(fields: Fields, served: Served) -> tuple[list[list[int]], bool]:

@@ -55,15 +55,7 @@ async def vllm_order(body: Any, served: Served) -> Order:
     )
     fields.without_effect("cache_salt", "priority", "session_id", "token_offsets", "reasoning_parser_kwargs")
     fields.end()
-    return Order(
-        asks=writer.asks,
-        stream=stream,
-        writer=writer,
-        ends=wish.ends,
-        keep_stop=wish.keep_stop,
-        skip_special=wish.skip_special,
-        prompt_name="token_ids",
-    )
+    return wish.order(writer, stream=stream, prompt_name="token_ids")
 
 
 class GenerateWriter:
