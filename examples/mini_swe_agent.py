@@ -6,10 +6,10 @@ from minisweagent.models.test_models import DeterministicModel, make_output
 from belayer.integrations.minisweagent import BelayerEnvironment
 
 COMMANDS = [  # what a model would write; here it is given, so that no model is needed
-    "mkdir -p /work && echo begun >> /work/attempts-mini",
-    "cd /work && sleep 1 && seq 1 4 > numbers && echo added $(paste -sd+ numbers)",
-    "cat /work/attempts-mini",
-    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && python3 -c 'print(sum(map(int, open(\"/work/numbers\"))))'",
+    "mkdir -p /task && echo begun >> /task/attempts-mini",
+    "cd /task && sleep 1 && seq 1 4 > numbers && echo added $(paste -sd+ numbers)",
+    "cat /task/attempts-mini",
+    "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && python3 -c 'print(sum(map(int, open(\"/task/numbers\"))))'",
 ]
 environment = BelayerEnvironment(cwd="/")
 model = DeterministicModel(outputs=[make_output("", [{"command": command}]) for command in COMMANDS])

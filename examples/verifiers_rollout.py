@@ -10,15 +10,15 @@ from belayer.integrations.verifiers import protected_agent, protected_box
 
 class AddTask(vf.Task):
     async def setup(self, trace, runtime):
-        await runtime.write("/work/numbers", b"19\n23\n")
+        await runtime.write("/task/numbers", b"19\n23\n")
 
     @vf.reward
     async def right(self, runtime):
-        return float((await runtime.read("/work/sum")).strip() == b"42")
+        return float((await runtime.read("/task/sum")).strip() == b"42")
 
 
 async def main(url, model):
-    task = AddTask(vf.TaskData(idx=0, prompt="Write the sum of the numbers in /work/numbers to /work/sum."))
+    task = AddTask(vf.TaskData(idx=0, prompt="Write the sum of the numbers in /task/numbers to /task/sum."))
     client = vf.EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
     agent = protected_agent(vf.AgentConfig(model=model, client=client, runtime={"type": "subprocess"}))
     async with agent, protected_box() as box:

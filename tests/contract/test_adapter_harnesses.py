@@ -24,7 +24,7 @@ def only_history(folder: Path):
 
 def test_mini_swe_agent_does_not_notice_a_kill(tmp_path):
     python = harness_python("agents", "minisweagent")
-    said, struck = run_struck([python, str(ROOT / "examples/mini_swe_agent.py")], tmp_path, "/work/attempts-mini")
+    said, struck = run_struck([python, str(ROOT / "examples/mini_swe_agent.py")], tmp_path, "/task/attempts-mini")
     assert struck and "Submitted 10" in said, said
     assert "<output>\nbegun\n</output>" in said, "the first command has happened once"
     history = only_history(tmp_path)
@@ -49,7 +49,7 @@ def test_harbor_trial_with_the_oracle_is_rewarded_after_a_kill(tmp_path):
 
 def test_a_verifiers_rollout_is_scored_as_if_nothing_had_died(tmp_path):
     python = harness_python("verifiers", "verifiers")
-    commands = ["echo a >> /work/log; touch /work/begun-verifiers; sleep 1", "cd /work; echo $((19+23)) > sum; cat log"]
+    commands = ["echo a >> /task/log; touch /task/begun-verifiers; sleep 1", "cd /task; echo $((19+23)) > sum; cat log"]
     model = subprocess.Popen(
         [sys.executable, str(ROOT / "tests/contract/adapter_model.py"), *commands], stdout=subprocess.PIPE, text=True
     )
@@ -59,7 +59,7 @@ def test_a_verifiers_rollout_is_scored_as_if_nothing_had_died(tmp_path):
         said, struck = run_struck(
             [python, str(ROOT / "examples/verifiers_rollout.py"), url, "scripted"],
             tmp_path,
-            "/work/begun-verifiers",
+            "/task/begun-verifiers",
             OPENAI_API_KEY="none",
         )
     finally:
