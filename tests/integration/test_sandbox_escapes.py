@@ -303,22 +303,29 @@ def test_a_folder_that_was_tampered_with_ends_the_restore(tmp_path, monkeypatch)
     async def body() -> None:
         async with sandboxes(tmp_path / "c") as manager:
             box = await manager.create("s")
-            await shell(box, "(while :; do echo awake > /tmp/awake; sleep 0.01; done) & rm -f /tmp/awake")
+            # Appends, so that the file is there whether or not the shell has it open at the checkpoint.
+            await shell(box, "(while :; do echo awake >> /tmp/awake; sleep 0.01; done) & sleep 0.1")
             manifest = await box.checkpoint(action=1)
             prepare = manager._places.prepare
             roots: list[Path] = []
+            written: list[int] = []
 
             def tampering(*args, **kwargs):
                 place = prepare(*args, **kwargs)
                 (place.agent / "planted").write_text("x")
-                (place.root / "tmp/awake").unlink(missing_ok=True)
                 roots.append(place.root)
+                # Held open: the size can be read after the folder has been deleted.
+                awake = os.open(place.root / "tmp/awake", os.O_RDONLY)
+                written.extend((awake, os.fstat(awake).st_size))
                 return place
 
             monkeypatch.setattr(manager._places, "prepare", tampering)
             with pytest.raises(RestoreFailed, match="tampered with the folder"):
                 await manager.restore("s", manifest.id)
             monkeypatch.undo()
+            awake, size = written
+            assert size > 0 and os.fstat(awake).st_size == size, "a process ran before the folder had been checked"
+            os.close(awake)
             back = await manager.restore("s", manifest.id)
             assert (await back.exec("echo fine")).stdout == b"fine\n"
             assert len(roots) == 1 and not roots[0].exists()
