@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from belayer import events as ev
+from belayer._shielded import shielded
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
 from belayer.engine._model_folder import ModelFacts
@@ -223,8 +224,8 @@ class OwnerCare:
                 writing = loop.run_in_executor(
                     None, self.epochs.update, base, tensors, policy_version, deadline - loop.time()
                 )
-                # shielded: a thread cannot be stopped half-way, and it looks at the deadline itself
-                self.clean = await asyncio.shield(writing)
+                # a thread cannot be stopped half-way, and it looks at the deadline itself
+                self.clean = await shielded(writing)
                 return
             except WeightsError as error:
                 kept = f"policy version {base.policy_version} serves on"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from belayer import events as ev
+from belayer._shielded import shielded
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
 from belayer.engine._fleet import Fleet
@@ -42,11 +43,11 @@ class WeightsUpdates:
 
     async def begin(self, tensors: list[tuple[str, torch.Tensor]], policy_version: int) -> WeightsEpoch:
         """Do the whole update. Raises as `Engine.update_weights` says."""
-        # Shielded: half an update does not exist, so a caller that is cancelled cannot leave one. `stop` ends it.
+        # half an update does not exist, so a caller that is cancelled cannot leave one. `stop` ends it
         task = asyncio.get_running_loop().create_task(self._update(tensors, policy_version))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return await shielded(task)
 
     def stop(self) -> None:
         """The engine closes: updates that run are cancelled, and their callers hear of it."""

@@ -160,7 +160,7 @@ class Engine:
     async def _complete(self, request: GenerationRequest, on_tokens: TokenSink, watch: StopWatch | None) -> str:
         flight = self._requests.add(request, on_tokens)
         flight.watch = watch
-        flight.outcome = asyncio.get_running_loop().create_future()
+        outcome = flight.outcome = asyncio.get_running_loop().create_future()
         try:
             if (link := self._fleet.serving) is not None:
                 link.send(Submit([self._requests.give(flight, link.generation)]))
@@ -170,7 +170,7 @@ class Engine:
             self._end(flight, RequestState.FAILED)
             raise RequestRefused(f"request {request.id} cannot be sent to a worker: {error}") from None
         try:
-            return await flight.outcome
+            return await outcome
         except asyncio.CancelledError:
             self._drop(flight, RequestState.CANCELLED)
             raise
@@ -228,7 +228,7 @@ class Engine:
     def _deliver(self, flight: Flight, made: Chunk, policy_version: int) -> None:
         if any(math.isnan(logprob) for logprob in made.logprobs):
             text = f"request {flight.request.id}: the model's logits are not numbers"
-            flight.outcome.set_exception(EngineError(text, kept="its tokens so far", next_step="check the weights"))
+            flight.fail(EngineError(text, kept="its tokens so far", next_step="check the weights"))
             self._drop(flight, RequestState.FAILED)
             return
         ends, count = made.finish_reason, len(made.token_ids)
@@ -245,12 +245,12 @@ class Engine:
         try:
             flight.sink(chunk)
         except Exception as error:
-            flight.outcome.set_exception(error)
+            flight.fail(error)
             self._drop(flight, RequestState.FAILED)
             return
         self._fleet.clock.first_token()
         if ends is not None:
-            flight.outcome.set_result(ends)
+            flight.finish(ends)
             (self._end if made.finish_reason is not None else self._drop)(flight, RequestState.FINISHED)
         else:
             self._check_rebuilt()
@@ -264,7 +264,7 @@ class Engine:
 
     def _on_lost(self, error: EngineError) -> None:
         for flight in self._requests:
-            flight.outcome.set_exception(error)
+            flight.fail(error)
             self._requests.end(flight, RequestState.FAILED)
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Engine:
                 kept="every earlier turn",
                 next_step="discard this turn's tokens and generate it again",
             )
-            flight.outcome.set_exception(error)
+            flight.fail(error)
             self._drop(flight, RequestState.RESTARTED)
 
     # -- watching -----------------------------------------------------------------------------------------------------

@@ -38,10 +38,19 @@ class Flight:
         self.began_with: int | None = None  # policy version of its first token here
         self.life = Lifecycle(REQUEST, clock)
         self.watch: StopWatch | None = None  # looks for its stop strings
-        self.outcome: Any = None  # whatever the engine hangs on it, a future
+        self.outcome: Any = None  # the future that its caller waits for
 
     def work(self) -> Work:
         return Work(self.key, self.request.prompt_ids, self.done_ids, self.request.sampling)
+
+    # a caller that was cancelled in this turn of the event loop has not ended the request yet, and hears nothing more
+    def finish(self, reason: str) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(reason)
+
+    def fail(self, error: Exception) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
 
     @property
     def length(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from belayer import events
+from belayer._shielded import heard
 from belayer.checkpoint.policy import Policy
 from belayer.config import RecoveryConfig
 from belayer.errors import BudgetSpent, RolloutFailed, SandboxLost, SandboxUnavailable, StaleSandbox
@@ -239,7 +240,7 @@ class EnvironmentKeeper:
         if self._recovery is None:
             self._recovery = asyncio.create_task(self._recover(), name=f"recover {self.name}")
             # whoever acts next awaits it and sees its error; until then it must not be reported as never retrieved
-            self._recovery.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._recovery.add_done_callback(heard)
         return self._recovery
 
     async def _ready(self) -> Sandbox:
