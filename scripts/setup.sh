@@ -93,6 +93,9 @@ ok
 # -- packages of harnesses that only tests use: without them, these tests are skipped -----------------------------------
 scripts/install_harness.sh agents verifiers || echo "  Harnesses are not installed; their tests will be skipped."
 
+# -- a browser, for the tests that look at pages; without it they are skipped -------------------------------------------
+scripts/install_browser.sh 9>&-
+
 # -- CRIU, sandbox init, store, image --------------------------------------------------------------------------------------
 if [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; then
   if criu=$("${as_root[@]}" scripts/install_criu.sh 9>&-); then # not with the lock: CRIU refuses a process that holds one
