@@ -381,7 +381,7 @@ def test_a_full_disk_costs_only_the_write(tmp_path, image):
 
     async def second(folder: Path, disk: Path, small: str, big: str) -> None:
         run_id = (folder / "run_id").read_text().strip()
-        memory = labels.SHM_DIR / f"data-{run_id}"
+        memory = labels.SHM_DIR / f"data-{run_id}" / "images"
         assert any(big in text and "stay" in text for text in faults(seen)), faults(seen)
         assert [path.name for path in memory.iterdir() if path.is_dir()] == [big]
         done = reap()

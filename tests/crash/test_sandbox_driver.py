@@ -194,7 +194,7 @@ def test_a_run_whose_directory_is_gone_is_cleared(tmp_path):
     folder = tmp_path / "checkpoints"
     with driver(folder, "idle") as (process, told):
         run_id = (folder / "run_id").read_text().strip()
-        memory = labels.SHM_DIR / f"data-{run_id}"
+        memory = labels.SHM_DIR / f"data-{run_id}" / "images"
         assert (memory / told["id"]).is_dir()
         belayer.sandbox.reap()
         assert (memory / told["id"]).is_dir(), "a living run's memory was touched"

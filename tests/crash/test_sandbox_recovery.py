@@ -129,7 +129,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
             newer = await box.checkpoint(action=2)
 
             def page_image(manifest) -> Path:
-                found = list(labels.SHM_DIR.glob(f"data-*/{manifest.id}/pages-1.img"))
+                found = list(labels.SHM_DIR.glob(f"data-*/images/{manifest.id}/pages-1.img"))
                 assert len(found) == 1
                 return found[0]
 
@@ -187,7 +187,7 @@ def test_full_memory_costs_only_the_checkpoint(tmp_path, monkeypatch):
             assert caught.value.kept and caught.value.next_step
             assert await shell(box, "echo $x; jobs -r | wc -l") == "kept\n1\n", "the sandbox did not go on"
             assert [m.id for m in manager.manifests("full")] == [good.id]
-            left = [path.name for path in small.glob("data-*/*") if path.is_dir()]
+            left = [path.name for path in small.glob("data-*/images/*") if path.is_dir()]
             assert set(left) <= {good.id}, "half of a checkpoint was left"
             box = await manager.restore("full", good.id)
             assert await shell(box, "echo $x; jobs -r | wc -l") == "kept\n0\n"

@@ -20,7 +20,7 @@ from belayer.checkpoint.turns import Turn, Turns
 from belayer.config import SandboxConfig
 from belayer.errors import CheckpointDamaged, CheckpointRefused, CheckpointRefusedForNow, SandboxLost, StorageFull
 from belayer.faults import failpoints
-from belayer.sandbox import _data
+from belayer.sandbox import _data, _memory
 from belayer.sandbox._here import check_fits, here
 from belayer.sandbox._image_files import describe_images, verify_images
 from belayer.sandbox._levels import Levels
@@ -327,8 +327,7 @@ class Checkpoints:
         except CheckpointRefused as error:
             if sandbox.dead:
                 raise SandboxLost(f"sandbox {sandbox.name} died while it was checkpointed") from error
-            room = os.statvfs(self.data.memory)
-            if "No space left" in error.what or room.f_bavail * room.f_frsize < 1 << 20:
+            if "No space left" in error.what or _memory.free_bytes(self.data.memory) < 1 << 20:
                 raise StorageFull(
                     f"no room for the process images of sandbox {sandbox.name} in {self.data.memory}",
                     kept="the sandbox and its earlier checkpoints",
@@ -366,8 +365,7 @@ class Checkpoints:
         held.sort(key=lambda m: (not self.data.on_disk(m.id), m.sequence))
         held = [manifest for manifest in held if manifest.id not in self._pins]
         wanted = sandbox.resident_bytes() + _SLACK
-        room = os.statvfs(self.data.memory)
-        free = room.f_bavail * room.f_frsize - SHM_RESERVE
+        free = _memory.free_bytes(self.data.memory) - SHM_RESERVE
         while held and (used + wanted > self._config.images_bytes or wanted > free):
             oldest = held.pop(0)
             try:

@@ -5,7 +5,8 @@
     <run>/checkpoints/images/<id>/         process images on disk: moved here by `close()` and by the reaper, copied by
                                            the background writer; complete when the folder has this name
     <run>/checkpoints/pins/<id>            see `_pins`
-    /dev/shm/belayer/data-<run id>/<id>/   process images in memory, while the run is alive or was killed
+    /dev/shm/belayer/data-<run id>/images/<id>/
+                                           process images in memory (`_memory`), while the run is alive or was killed
     <store>/runs-data/<run id>/<id>        file-system snapshots
 
 A file `lock` in the folders of memory and store is locked by the living process; `owner.json` names the checkpoints
@@ -29,10 +30,11 @@ from belayer.errors import CheckpointDamaged
 from belayer.faults import failpoints
 from belayer.files import write_atomically
 from belayer.ownership import labels
-from belayer.sandbox import _claims, _pins
+from belayer.sandbox import _claims, _memory, _pins
 from belayer.sandbox.store import DURABLE, Store, remove_tree
 
 PREFIX = "data-"
+MEMORY = "images"
 PUBLISH_TIMEOUT_S = 5.0  # a disk that hangs in the middle of a publication holds nobody up longer than this
 IMPORT_PREFIX = ".import-"  # and the label of the process that unpacks a checkpoint there
 
@@ -43,7 +45,8 @@ class RunPlaces:
     def __init__(self, checkpoints: Path, run_id: str) -> None:
         self.checkpoints = checkpoints.absolute()
         self.run_id = run_id
-        self.memory = labels.SHM_DIR / f"{PREFIX}{run_id}"
+        self.memory_home = labels.SHM_DIR / f"{PREFIX}{run_id}"
+        self.memory = self.memory_home / MEMORY
         self.disk = self.checkpoints / "images"
 
     @classmethod
@@ -100,8 +103,9 @@ class RunData(RunPlaces):
         self.store = store
         self.snapshots = store.root / "runs-data" / self.run_id
         about = {"checkpoints": str(self.checkpoints)}
-        self._memory_lock = _claims.claim(self.memory, about)
+        self._memory_lock = _claims.claim(self.memory_home, about)
         try:
+            _memory.make(self.memory)
             self._store_lock = _claims.claim(self.snapshots, about)
         except BaseException:
             os.close(self._memory_lock)
@@ -178,7 +182,8 @@ class RunData(RunPlaces):
         if stay:
             os.close(self._memory_lock)
         else:
-            _claims.release(self.memory, self._memory_lock)
+            _memory.remove(self.memory)
+            _claims.release(self.memory_home, self._memory_lock)
         return stay
 
 
@@ -190,10 +195,11 @@ def settle() -> list[str]:
             if not dead:
                 continue
             checkpoints = _owner(memory, memory.name.removeprefix(PREFIX))
-            stay = _settle(memory, checkpoints) if checkpoints else ""
+            stay = _settle(memory / MEMORY, checkpoints) if checkpoints else ""
             if stay:
                 done.append(stay)
                 continue
+            _memory.remove(memory / MEMORY)
             _claims.delete_dead(memory)
             done.append(f"{memory} ({f'moved to {checkpoints}' if checkpoints else 'deleted'})")
     return done
@@ -201,7 +207,7 @@ def settle() -> list[str]:
 
 def _settle(memory: Path, checkpoints: Path) -> str:
     """Move what has a manifest. Says why it cannot all be moved: then it stays, until there is room."""
-    for entry in [entry for entry in memory.iterdir() if entry.is_dir()]:
+    for entry in [entry for entry in memory.iterdir() if entry.is_dir()] if memory.is_dir() else []:
         if (checkpoints / f"{entry.name}.json").exists():
             try:
                 _move(entry, checkpoints / "images" / entry.name, threading.Lock())
