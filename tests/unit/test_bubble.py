@@ -16,7 +16,7 @@ import pytest
 from belayer import events
 from belayer.checkpoint.live_policy import LivePolicy
 from belayer.checkpoint.moment import LOOK_S, SLACK, Moment
-from belayer.checkpoint.policy import Adaptive, Always, Decision, Never
+from belayer.checkpoint.policy import Adaptive, Always, Decision, EveryN, Never
 from belayer.checkpoint.predictors import Contention
 from belayer.checkpoint.turns import Turn, Turns
 from belayer.config import PolicyConfig
@@ -242,6 +242,45 @@ async def test_abandoned_when_the_reply_comes_and_it_does_not_pay(scene: Scene) 
     await first
     await scene.publish()  # the next bubble has a chance of its own
     assert scene.said()[-1][0] == "taken"
+
+
+class Aging(Scripted):
+    """Takes one as long as not too much of the bubble has passed."""
+
+    def decide(self, situation: Any) -> Decision:
+        assert situation.running == 0
+        if situation.passed_s > 0.2:
+            return Decision(False, "price 9 ms > saved 5 ms")
+        return super().decide(situation)
+
+
+@in_scene(Aging)
+async def test_given_up_when_its_turn_comes_too_late_in_the_bubble(scene: Scene) -> None:
+    first = await queued(scene)
+    scene.box.end.set()
+    await first
+    await settle()
+    assert scene.bubble.state is BubbleState.DONE and scene.box.dumps == 0
+    scene.bubble.bubble_over()
+    await scene.bubble.settle()
+    ((kind, why),) = scene.said()
+    assert kind == "not taken"
+    assert why == "abandoned: its turn came after 0.250 s; price 9 ms > saved 5 ms; before: early: price 1 ms"
+
+
+@in_scene(lambda: EveryN(1))
+async def test_every_n_does_not_queue_while_its_agent_waits_but_no_longer_than_twice_as_many(scene: Scene) -> None:
+    first = await queued(scene)
+    scene.bubble.bubble_over()
+    await scene.bubble.settle()
+    assert [kind for kind, _ in scene.said()] == ["not taken"]
+    scene.act()
+    await scene.begin()
+    scene.bubble.bubble_over()
+    scene.box.end.set()
+    await scene.bubble.settle()
+    await first
+    assert [kind for kind, _ in scene.said()] == ["not taken", "taken"]
 
 
 @in_scene(Scripted)

@@ -175,6 +175,69 @@ def test_a_promoted_one_waits_only_a_moment_for_a_busy_host(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+def test_a_run_that_waits_for_itself_is_never_impatient(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock, log = Clock(), list[str]()
+        turns = Turns(tmp_path, at_once=2, clock=clock, later=clock.later)
+        dumps = [Dump(turns, log, name) for name in "abcdef"]
+        await settle()
+        for each in dumps:
+            each.turn.promote()
+        assert [each.turn.ahead() for each in dumps[2:]] == [2.0] * 4  # two dump, three more go first: (5 + 1 - 2) / 2
+        for _ in range(5):
+            await clock.pass_(PATIENCE_S)  # all at once would take each other's processors
+            assert log == ["a", "b"]
+        for number, each in enumerate(dumps):
+            each.end.set()
+            await each.task
+            await settle()
+            assert len(log) == min(6, number + 3)
+        turns.close()
+
+    asyncio.run(main())
+
+
+def test_one_that_has_waited_is_asked_again_when_its_turn_comes(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock, log = Clock(), list[str]()
+        turns = Turns(tmp_path, at_once=2, clock=clock, later=clock.later)
+        a, b, c, d = (Dump(turns, log, name) for name in "abcd")
+        b.turn.wanted = lambda beside: not beside
+        c.turn.wanted = lambda beside: False
+        await settle()
+        assert log == ["a"] and b.turn.open, "there is a slot, but it would not be alone"
+        a.end.set()
+        await settle()
+        assert log == ["a", "b"] and c.turn.open
+        b.end.set()
+        assert await c.task == "abandoned" and c.turn.state is TurnState.ABANDONED
+        await settle()
+        assert log == ["a", "b", "d"]
+        d.end.set()
+        await d.task
+        turns.close()
+
+    asyncio.run(main())
+
+
+def test_a_promoted_one_is_not_asked_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock, log = Clock(), list[str]()
+        turns = Turns(tmp_path, at_once=1, clock=clock, later=clock.later)
+        a, b = (Dump(turns, log, name) for name in "ab")
+        b.turn.wanted = lambda beside: False
+        await settle()
+        b.turn.promote()
+        a.end.set()
+        await settle()
+        assert log == ["a", "b"]
+        b.end.set()
+        await b.task
+        turns.close()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_one_leaves_its_place_and_its_slot(tmp_path: Path) -> None:
     async def main() -> None:
         clock, log = Clock(), list[str]()

@@ -35,7 +35,7 @@ class LivePolicy:
     def __init__(self, config: PolicyConfig, file: Path) -> None:
         self._config = config
         self._file = file
-        self._learned = Learned()
+        self._learned = Learned(config.mtbf_s)
         self._learner = make_policy(PolicyConfig(name="adaptive"), self._learned)  # told everything, asked nothing
         self._current = make_policy(config, self._learned)
         self._choice = config

@@ -25,11 +25,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     restore_s: float = 0.0  # time to get here again with one
     since_s: float = 0.0  # since the newest checkpoint, or since the rollout began
     nbytes: float = 0.0  # what a checkpoint would write; 0: not known
-    running: int = 0  # checkpoints being taken on this host right now
+    running: int = 0  # other checkpoints that are being taken right now
     others: float = 0.0  # how many others use the disk, on average
     remaining_s: float = math.inf  # until the rollout is expected to end
+    passed_s: float = 0.0  # of the bubble
     bubble_over: bool = False  # the reply is here: all that a checkpoint takes now, the agent waits for
     wait_s: float = 0.0  # … and for so long until it can begin
+    queue: float = 0.0  # … and for so many whole checkpoints before it
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -115,8 +117,11 @@ class EveryN(_Deaf):
         self._n = n
 
     def decide(self, situation: Situation) -> Decision:
-        due = situation.actions_since >= self._n
-        return Decision(due, f"{situation.actions_since} of {self._n} actions since the newest checkpoint")
+        # who would have to queue while its agent waits has a bubble of its own again after the next action
+        crowded = situation.bubble_over and (situation.queue > 0 or situation.wait_s > 0)
+        n = 2 * self._n if crowded else self._n
+        due = situation.actions_since >= n
+        return Decision(due, f"{situation.actions_since} of {n} actions since the newest checkpoint")
 
 
 class Learned:
@@ -191,7 +196,7 @@ class Paper(_Learning):
             return _NOTHING_NEW
         cost = self._cost.seconds(situation.nbytes)
         p = -math.expm1(-self._failures.per_s * self._turn_s)
-        q = 0.0 if situation.bubble_over else self._bubble.fits(cost)
+        q = 0.0 if situation.bubble_over else self._bubble.fits(cost, situation.passed_s)
         saved, price = p * situation.redo_s, (1 - q) * cost
         return Decision(saved >= price, f"p·C {saved * 1e3:.2f} ms, (1-q)·c {price * 1e3:.2f} ms")
 
@@ -219,11 +224,14 @@ class Adaptive(_Learning):
         if situation.actions_since == 0:
             return _NOTHING_NEW
         cost = self._cost.seconds(situation.nbytes)
-        exposed = situation.wait_s + cost if situation.bubble_over else expected_exposed(cost, self._bubble)
+        if situation.bubble_over:
+            exposed = situation.wait_s + (1.0 + situation.queue) * cost
+        else:
+            exposed = expected_exposed(cost, self._bubble, situation.passed_s)
         delay = self._disk.seconds(situation.nbytes) * situation.others
         delay += self.contention.delay_s(cost, situation.running)
         price = exposed + delay
-        if not situation.bubble_over or not self._prices:  # then it is a dear moment that nobody chose
+        if not (situation.bubble_over or situation.passed_s) or not self._prices:  # else it is one that nobody chose
             self._prices.append(price)
         rate = self._failures.per_s
         saved = self._saved(max(0.0, situation.redo_s - situation.restore_s), rate, situation.remaining_s)

@@ -39,18 +39,36 @@ class LogNormal:
         """The time that is not exceeded with probability Φ(z)."""
         return math.exp(self.m + z * self.s)
 
-    def fits(self, seconds: float) -> float:
+    def lasts(self, seconds: float) -> float:
         """The probability that it lasts at least `seconds`."""
-        return 1.0 - phi((math.log(max(seconds, 1e-9)) - self.m) / self.s)
+        return phi((self.m - math.log(max(seconds, 1e-9))) / self.s)
+
+    def fits(self, seconds: float, passed_s: float = 0.0) -> float:
+        """The probability that it lasts `seconds` more when `passed_s` of it have passed."""
+        return self.lasts(passed_s + seconds) / max(self.lasts(passed_s), SURELY_OVER)
 
 
-def expected_exposed(cost_s: float, bubble: LogNormal) -> float:
-    """E[(c − B)+] in seconds for a checkpoint of `cost_s` under a log-normal bubble.
+SURELY_OVER = 1e-4  # a bubble that has lasted longer than all but this share: nothing more is concluded from that
 
-    With B ~ LogNormal(m, s) and d = (ln c − m) / s it is c·Φ(d) − exp(m + s²/2)·Φ(d − s).
+
+def expected_exposed(cost_s: float, bubble: LogNormal, passed_s: float = 0.0) -> float:
+    """E[(c − B)+] in seconds for a checkpoint of `cost_s` that begins when `passed_s` of the bubble have passed.
+
+    B, what is left, is log-normal without those that were over by then. With B ~ LogNormal(m, s) and
+    d(c) = (ln c − m) / s, X(c) = c·Φ(d) − exp(m + s²/2)·Φ(d − s) is the answer at the bubble's beginning, and later it
+    is (X(t + c) − X(t) − c·Φ(d(t))) / (1 − Φ(d(t))).
     """
-    d = (math.log(max(cost_s, 1e-9)) - bubble.m) / bubble.s
-    return max(0.0, cost_s * phi(d) - bubble.mean * phi(d - bubble.s))
+
+    def from_its_beginning(seconds: float) -> float:
+        d = (math.log(max(seconds, 1e-9)) - bubble.m) / bubble.s
+        return max(0.0, seconds * phi(d) - bubble.mean * phi(d - bubble.s))
+
+    if passed_s <= 0:
+        return from_its_beginning(cost_s)
+    passed_s = min(passed_s, bubble.quantile(3.7))  # beyond, differences of nearly equal numbers
+    left = bubble.lasts(passed_s)
+    exposed = from_its_beginning(passed_s + cost_s) - from_its_beginning(passed_s) - cost_s * (1.0 - left)
+    return min(cost_s, max(0.0, exposed / left))
 
 
 def phi(x: float) -> float:

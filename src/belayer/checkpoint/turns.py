@@ -15,8 +15,12 @@ A turn is always in one of these states:
 Forbidden: BEGUN → ABANDONED. A dump that is cut off may leave its own code in the processes.
 
 The order among runs is made of locks (flock) on files of one folder, which the kernel drops with their holder: a killed
-run blocks nobody. A run that was stopped does, and one that is busy may, so nobody waits longer than `PATIENCE_S`, or
-`URGENT_PATIENCE_S` while an agent waits: the limit is a courtesy. A run that has dumped lets others go first.
+run blocks nobody. A run that was stopped does, and one that is busy may, so no run waits for the others longer than
+`PATIENCE_S`, or `URGENT_PATIENCE_S` while an agent waits: the limit is a courtesy to others. Its own dumps a run always
+lets end first: many at once take each other's processors, and all of their agents wait. A run that has dumped lets
+others go first.
+
+A turn that has waited is asked once more when it comes (`wanted`): the moment is another one than that of the decision.
 """
 
 from __future__ import annotations
@@ -58,6 +62,10 @@ class Turn:
         self.waited_s = 0.0
         self.changed: Callable[[], object] = lambda: None  # set by the order in which it stands
         self.began: Callable[[], object] = lambda: None  # called when it begins
+        # asked before it begins beside so many dumps of its own run, unless it is promoted. If not even alone, it is
+        # given up
+        self.wanted: Callable[[int], bool] = lambda beside: True
+        self.ahead: Callable[[], float] = lambda: 0.0  # lengths of a dump until it begins, if it is promoted now
 
     @property
     def open(self) -> bool:
@@ -95,6 +103,8 @@ class Turns:
         self._clock = clock
         self._later = later or (lambda delay, work: asyncio.get_running_loop().call_later(delay, work))
         self._waiting: list[tuple[Turn, float, asyncio.Future[int]]] = []
+        self._at_once = at_once
+        self._begun = 0  # dumps of this run under way
         self._retrying = False
         self._yields_until = 0.0
         self._locks = _Locks(folder or RUNTIME_DIR / "turns", at_once)
@@ -107,7 +117,7 @@ class Turns:
             yield
         finally:
             turn.state = TurnState.OVER
-            self._locks.release(slot)
+            self._end(slot)
             if self._locks.others_wait():
                 self._yields_until = self._clock() + YIELD_S
             self._advance()
@@ -115,17 +125,17 @@ class Turns:
     async def _wait(self, turn: Turn) -> int:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         entry = (turn, self._clock(), future)
-        turn.changed = self._advance
+        turn.changed, turn.ahead = self._advance, lambda: self._ahead(turn)
         self._waiting.append(entry)
         try:
             self._advance()
             return await future
         except BaseException:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._locks.release(future.result())  # cancelled just as its turn had come
+                self._end(future.result())  # cancelled just as its turn had come
             raise
         finally:
-            turn.changed = lambda: None
+            turn.changed, turn.ahead = lambda: None, lambda: 0.0
             if entry in self._waiting:
                 self._waiting.remove(entry)
             self._advance()
@@ -140,7 +150,9 @@ class Turns:
             # stable: in each class the order of arrival
             turn, since, future = first = min(self._waiting, key=lambda entry: entry[0].state is TurnState.WAITING)
             waited, urgent = self._clock() - since, turn.state is TurnState.PROMOTED
-            whatever = waited >= (URGENT_PATIENCE_S if urgent else PATIENCE_S)
+            if not urgent and self._begun and self._begun < self._at_once and not turn.wanted(self._begun):
+                break  # it would rather be alone, and those that have begun end by themselves
+            whatever = not self._begun and waited >= (URGENT_PATIENCE_S if urgent else PATIENCE_S)
             yields = self._clock() < self._yields_until and not whatever
             slot = None if yields else self._locks.take(urgent=urgent, whatever=whatever)
             self._locks.waits(slot is None)
@@ -150,14 +162,31 @@ class Turns:
                     self._later(RETRY_S, self._retry)
                 return
             self._waiting.remove(first)
+            self._begun += 1
+            if not urgent and self._begun == 1 and not turn.wanted(0):
+                turn.state = TurnState.ABANDONED
+                self._end(slot)
+                if not future.done():
+                    future.set_exception(CheckpointAbandoned("when its turn came it did not pay any more"))
+                continue
             turn.state, turn.waited_s = TurnState.BEGUN, waited
             if future.done():
-                self._locks.release(slot)
+                self._end(slot)
             else:
                 turn.began()
                 future.set_result(slot)
         self._locks.nobody_is_urgent()
         self._locks.waits(False)
+
+    def _end(self, slot: int) -> None:
+        self._begun -= 1
+        self._locks.release(slot)
+
+    def _ahead(self, turn: Turn) -> float:
+        before = self._begun + sum(
+            other.state is TurnState.PROMOTED for other, *_ in self._waiting if other is not turn
+        )
+        return max(0, before + 1 - self._at_once) / self._at_once
 
     def _retry(self) -> None:
         self._retrying = False

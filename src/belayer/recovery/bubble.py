@@ -11,6 +11,9 @@ the rollout. A pending one is always in one of these states:
 When the reply arrives and it has not begun (HELD, QUEUED), everything it takes from here on is waited for. The policy
 is asked again with that knowledge: either it goes first on this host (*promoted*), or it is given up (*abandoned*) and
 the next action goes at once. Forbidden: DUMPING → abandoned.
+
+When it has waited and its turn comes within the bubble, the policy is asked again as well: what is left of the bubble
+is shorter than it was, and others may be dumping now.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ class BubbleState(enum.Enum):
     QUEUED = "queued"
     DUMPING = "dumping"
     DONE = "done"
+
+
+ASK_AGAIN_S = 0.02  # so much of the bubble may pass before the decision is an old one
 
 
 class _Pending:
@@ -129,7 +135,6 @@ class BubbleCheckpoint:
             restore_s=restore_s,
             since_s=self._clock() - self._published_at,
             nbytes=sandbox.resident_bytes(),
-            running=self._dumping(),
         )
         decision = self._policy.decide(situation)
         self._tell_policy()
@@ -137,6 +142,8 @@ class BubbleCheckpoint:
             pending = _Pending(situation, must or decision.why, must=bool(must), at=self._clock())
             if must:
                 pending.turn.promote()
+            else:
+                pending.turn.wanted = lambda beside: self._still_wanted(pending, beside)
             pending.task = asyncio.create_task(self._take(sandbox, pending), name=f"checkpoint {self.rollout}")
             self._pending = pending
         elif since:
@@ -151,9 +158,10 @@ class BubbleCheckpoint:
         if pending.must or not pending.turn.open or pending.task.done():
             return
         after_s = self._clock() - pending.at
-        # who has waited for its turn so long will probably go on to; promoted, it does not for ever
-        wait_s = 0.0 if pending.held else min(after_s, URGENT_PATIENCE_S)
-        late = msgspec.structs.replace(pending.situation, bubble_over=True, wait_s=wait_s, running=self._dumping())
+        running, queue = self._dumping(), pending.turn.ahead()
+        # who has waited for other runs so long will probably go on to; promoted, it does not for ever
+        wait_s = 0.0 if pending.held or running else min(after_s, URGENT_PATIENCE_S)
+        late = msgspec.structs.replace(pending.situation, bubble_over=True, wait_s=wait_s, queue=queue, running=running)
         decision = self._policy.decide(late)
         self._tell_policy()
         said = f"it had not begun when the reply came after {after_s:.3f} s; {decision.why}"
@@ -163,6 +171,17 @@ class BubbleCheckpoint:
         else:
             pending.given_up = f"abandoned: {said}; before: {pending.why}"
             pending.turn.abandon()
+
+    def _still_wanted(self, pending: _Pending, beside: int) -> bool:
+        """Its turn has come. Does it still pay, with what is left of the bubble and so many others dumping?"""
+        passed_s = self._clock() - pending.at
+        if not beside and passed_s < ASK_AGAIN_S:
+            return True
+        now = msgspec.structs.replace(pending.situation, passed_s=passed_s, running=beside)
+        decision = self._policy.decide(now)
+        if not decision.take and not beside:  # else it waits until it is alone
+            pending.given_up = f"abandoned: its turn came after {passed_s:.3f} s; {decision.why}; before: {pending.why}"
+        return decision.take
 
     async def settle(self) -> None:
         """Wait until the pending one is published or abandoned (invariant 1)."""
