@@ -22,10 +22,10 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from belayer.engine._penalties import Penalties, penalised
 from belayer.engine._wire import Chunk, Spec, Work
+from belayer.engine.backends import bfloat16_linear, wide_linear
 from belayer.engine.backends.owned_weights import OwnedWeights
 from belayer.engine.backends.shared_prefixes import PrefillOrder
 from belayer.engine.backends.transformers import attention, invariance, loader
-from belayer.engine.backends.vllm import wide_linear
 from belayer.engine.memory import Region, Scratch, of
 from belayer.engine.request import Sampling
 from belayer.engine.sampler import choose
@@ -81,6 +81,7 @@ class TransformersBackend:
         if self._invariant:
             invariance.use_in(self._model)
         elif self._device.type == "cpu" and wide_linear.needed(self._model.dtype):
+            bfloat16_linear.prepare()
             _use_wide_linear(self._model)
         manager = ContinuousBatchingManager(
             self._model,

@@ -12,8 +12,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from belayer.engine.backends import bfloat16_linear, wide_linear
 from belayer.engine.backends.owned_weights import OwnedWeights
-from belayer.engine.backends.vllm import narrow_linear, wide_linear
 from belayer.engine.backends.vllm.invariance import linear_for_any_batch
 from belayer.errors import WeightsError
 
@@ -54,7 +54,7 @@ def use_own_linear(model: torch.nn.Module, dtype: torch.dtype, batch_invariant: 
     if batch_invariant:
         function: Any = linear_for_any_batch
     elif wide_linear.needed(dtype):
-        narrow_linear.prepare()
+        bfloat16_linear.prepare()
         function = wide_linear.linear_through_float32
     else:
         return

@@ -1,8 +1,8 @@
-"""bfloat16 products of a few rows, for decoding, on processors without instructions for them (`narrow.c`).
+"""bfloat16 products on processors without instructions for them (`bfloat16.c`).
 
-torch multiplies row by row there, so that a step of 4 requests takes 4 times as long as one of a single request, though
-both read the same weights. The kernel needs AVX2 and a C compiler at its first use; without either, torch's product is
-used. The library is kept in the cache folder.
+torch multiplies row by row there: decoding 4 requests takes 4 times as long as decoding one, though both read the same
+weights, and prefill runs at a tenth of what the processor can do. The kernel needs AVX2 and a C compiler at its first
+use; without either, `wide_linear` does the work. The library is kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import torch
 
 from belayer.ownership import cache_dir
 
-SOURCE = Path(__file__).with_name("narrow.c")
+SOURCE = Path(__file__).with_name("bfloat16.c")
 FLAGS = ("-O3", "-std=gnu17", "-mavx2", "-mfma", "-fPIC", "-Wall", "-Wextra")
-MOST_ROWS = 32  # from here on the products are bound by arithmetic, and MKL is as good
 _STEP = 16  # features taken at once
 
 _kernel: Any = None
@@ -47,7 +46,7 @@ def _build() -> Path:
     if "avx2" not in flags or "fma" not in flags:
         raise ValueError("the processor has no AVX2")
     digest = hashlib.sha256(" ".join(FLAGS).encode() + SOURCE.read_bytes()).hexdigest()
-    library = cache_dir() / "native" / f"narrow-{digest[:16]}.so"
+    library = cache_dir() / "native" / f"bfloat16-{digest[:16]}.so"
     if library.is_file():
         return library
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
@@ -55,7 +54,7 @@ def _build() -> Path:
         raise ValueError("there is no C compiler")
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        parts, target = Path(work) / "narrow.o", Path(work) / "narrow.so"
+        parts, target = Path(work) / "kernel.o", Path(work) / "kernel.so"
         # linked without an OpenMP library of its own: two of them would start two sets of threads
         for command in (
             [compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(parts)],
@@ -75,17 +74,16 @@ def _load(library: Path) -> Any:
     if not loaded:
         raise ValueError("torch uses another OpenMP library than GNU's")
     ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
-    kernel = ctypes.CDLL(str(library)).belayer_narrow_linear
+    kernel = ctypes.CDLL(str(library)).belayer_bfloat16_linear
     pointer = ctypes.c_void_p
     kernel.argtypes = [pointer, ctypes.c_long, pointer, ctypes.c_long, ctypes.c_long, pointer, pointer]
     return kernel
 
 
 def suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `narrow_linear` may be called with these."""
+    """Whether `bfloat16_linear` may be called with these."""
     return bool(
         _kernel
-        and x.shape[0] <= MOST_ROWS
         and weight.shape[1] % _STEP == 0
         and x.dtype is weight.dtype is torch.bfloat16
         and x.is_contiguous()
@@ -93,12 +91,12 @@ def suits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def narrow_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def bfloat16_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` of bfloat16 tensors that `suits` approves of. `x` is [rows, features]."""
     rows, (outputs, features) = x.shape[0], weight.shape
     result = x.new_empty((rows, outputs))
     shift = None if bias is None else bias.float()
     place = None if shift is None else shift.data_ptr()
     if _kernel(x.data_ptr(), rows, weight.data_ptr(), outputs, features, place, result.data_ptr()):
-        raise MemoryError("narrow_linear")
+        raise MemoryError("bfloat16_linear")
     return result
