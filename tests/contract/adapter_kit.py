@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,26 @@ def run_struck(
     said = log.read_text(errors="replace")
     assert code == 0, said[-4000:]
     return said, struck
+
+
+@contextmanager
+def striking(file: str) -> Iterator[list[str]]:
+    """Meanwhile, when `file` appears in a sandbox, SIGKILL that sandbox's init, once. Yields what was struck."""
+    struck: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not struck and not over.wait(0.01):
+            if _strike(file):
+                struck.append(file)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield struck
+    finally:
+        over.set()
+        watcher.join()
 
 
 def _strike(file: str) -> bool:

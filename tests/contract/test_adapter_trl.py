@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import signal
 import sys
@@ -19,17 +20,44 @@ pytest.importorskip("trl", reason="needs the extra `train`")
 pytestmark = [pytest.mark.contract, needs_sandboxes]
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, bool]:
+    """The folder in which both examples have run, what was printed, and whether a sandbox of the first was killed."""
+    folder = tmp_path_factory.mktemp("trl")
+    program = [sys.executable, str(ROOT / "tests/contract/trl_trainings.py")]
+    path = f"{ROOT}:{ROOT / 'src'}"
+    said, struck = run_struck(program, folder, "/tmp/note-trl", timeout_s=280, PYTHONPATH=path)
+    return folder, said, struck
+
+
 @needs_vllm
-def test_the_trainer_makes_two_steps_while_a_sandbox_is_killed(tmp_path: Path) -> None:
-    said, struck = run_struck(
-        [sys.executable, str(ROOT / "examples/trl_rollouts.py")], tmp_path, "/tmp/note-trl", timeout_s=280
-    )
+def test_the_trainer_makes_two_steps_while_a_sandbox_is_killed(trained: tuple[Path, str, bool]) -> None:
+    folder, said, struck = trained
     assert struck and "loss " in said, said
-    histories = read_histories(tmp_path / "runs/trl/journal")
+    histories = read_histories(folder / "runs/trl/journal")
     assert len(histories) == 8 and all(history.finished for history in histories.values())
     assert sum(history.restores for history in histories.values()) == 1
     versions = {version for history in histories.values() for call in history.calls for version in call.versions}
     assert versions == {0, 1}, "the second step's rollouts are the second policy's"
+
+
+@needs_vllm
+def test_a_training_whose_tools_act_in_sandboxes_ends_with_the_same_weights_after_a_kill(
+    trained: tuple[Path, str, bool],
+) -> None:
+    folder, said, _ = trained
+    told = json.loads(said.splitlines()[-1])
+    assert told["struck"] == 1
+    assert told["disturbed"] == told["calm"], "steps, losses, rewards and weights, to the bit"
+    assert told["calm"]["weights"] != told["taught"], "it has learned something"
+    steps = told["calm"]["log"][:2]
+    assert [step["tools/failure_frequency"] for step in steps] == [0, 0]
+    assert all(step["tools/call_frequency"] > 1 for step in steps) and any(step["reward_std"] for step in steps)
+    histories = read_histories(Path(folder, told["journal"])).values()
+    assert len(histories) == 24 and all(history.finished for history in histories)
+    assert sum(history.restores for history in histories) == 1
+    rewards = [history.reward for history in histories]
+    assert rewards[:12] == rewards[12:] and set(rewards) == {0.0, 1.0}
 
 
 @pytest.fixture

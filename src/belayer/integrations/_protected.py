@@ -59,6 +59,7 @@ class ProtectedSandbox:
         self.id = rollout
         self.host = host
         self.broken: BelayerError | None = None
+        self.reward: float | None = None  # journalled in the end, unless `close` is given another one
         self.blocking = BlockingSandbox(self)
         self._keeper = keeper
         self._turn = asyncio.Lock()
@@ -185,6 +186,7 @@ class ProtectedSandbox:
             return
         self._closed = True
         self.host.forget(self)
+        reward = self.reward if reward is None else reward
         if self.broken is not None:
             self.host.failed(self.id, 0, type(self.broken).__name__, self.broken.what)
         elif reward is None:

@@ -15,6 +15,8 @@ trajectory per prompt in the same order. Observations are masked out of the loss
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,11 +203,30 @@ class SandboxEnvironment:
     """An environment for `GRPOTrainer(environment_factory=SandboxEnvironment)`: one tool, `bash`, protected.
 
     Derive from it for more tools, `get_reward`, and `_prepare`; every public method is a tool for the trainer.
-    `self._sandbox` is the protected sandbox of the conversation, a new one after every `reset`.
+    `self._sandbox` is the protected sandbox of the conversation, a new one after every `reset`. What `get_reward`
+    returns is journalled as its reward.
     """
 
     _timeout_s = 60.0
     _image: str | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        given = cls.__dict__.get("get_reward")
+        if inspect.iscoroutinefunction(given):
+
+            @functools.wraps(given)
+            async def get_reward_later(self: SandboxEnvironment) -> float | None:
+                return self._scored(await given(self))
+
+            cls.get_reward = get_reward_later  # pyright: ignore[reportAttributeAccessIssue]
+        elif given is not None:
+
+            @functools.wraps(given)
+            def get_reward(self: SandboxEnvironment) -> float | None:
+                return self._scored(given(self))
+
+            cls.get_reward = get_reward  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init__(self) -> None:
         self._host = shared_host()
@@ -241,9 +262,14 @@ class SandboxEnvironment:
             raise RuntimeError("a tool was called before reset")
         return self._protected.blocking
 
-    def _end(self, reward: float | None = None) -> None:
+    def _scored(self, reward: float | None) -> float | None:
         if self._protected is not None:
-            self._protected.blocking.close(reward)
+            self._protected.reward = reward
+        return reward
+
+    def _end(self) -> None:
+        if self._protected is not None:
+            self._protected.blocking.close()
             self._protected = None
 
 
