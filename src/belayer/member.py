@@ -63,7 +63,10 @@ class Around:
 class Member:
     """The place `place` (a rollout id) of `group`, and the function that earns its reward."""
 
-    def __init__(self, around: Around, place: str, group: str, task: Any, solve: Solve) -> None:
+    def __init__(
+        self, around: Around, place: str, group: str, task: Any, solve: Solve, *, image: str | None = None
+    ) -> None:
+        """`image`: of its sandbox, instead of the configured one."""
         self._around = around
         self._config = around.config
         self._journal = around.journal
@@ -71,15 +74,34 @@ class Member:
         self._group = group
         self._task = task
         self._solve = solve
+        self._image = image
 
     async def run(self) -> Trajectory:
         """Its trajectory: of the rollout itself, or, if so configured, of one that replaces it.
 
-        Raises `RolloutFailed` when there is none, and whatever stops the whole run.
+        Raises `RolloutFailed` when there is none, which is journalled for the group, and whatever stops the whole run.
         """
+        try:
+            return await self._complete()
+        except RolloutFailed as error:
+            history = self._journal.history(groups.newest(self._place, self._journal.histories))
+            if history.failed is not None:
+                self._journal.record(
+                    r.GroupFailed(
+                        rollout=history.rollout,
+                        attempt=history.attempt,
+                        group=self._group,
+                        reason=error.what,
+                        first=error.first,
+                    )
+                )
+            raise
+
+    async def _complete(self) -> Trajectory:
         recovery, group = self._config.recovery, self._group
         name = groups.newest(self._place, self._journal.histories)
-        suspects = f"the task of group {group}", f"image {self._config.sandbox.image}"
+        image = self._journal.history(name).image or self._image or self._config.sandbox.image
+        suspects = f"the task of group {group}", f"image {image}"
         while True:
             try:
                 if not self._journal.history(name).finished:
@@ -165,6 +187,7 @@ class Member:
             config=self._config.recovery,
             breaker=around.breaker,
             sink=around.sink,
+            image=history.image,
         )
         around.keepers[rollout_id] = keeper
         stopped = False
@@ -204,7 +227,14 @@ class Member:
         # the seed does not depend on the attempt: a fresh start is the same rollout, not another draw
         seed = derive_seed(self._config.run.seed, rollout_id)
         self._journal.record(
-            r.RolloutStarted(rollout=rollout_id, attempt=attempt, group=self._group, task=self._task, seed=seed)
+            r.RolloutStarted(
+                rollout=rollout_id,
+                attempt=attempt,
+                group=self._group,
+                task=self._task,
+                seed=seed,
+                image=self._image or "",
+            )
         )
         self._emit(events.ROLLOUT_STARTED, rollout_id, group=self._group, attempt=attempt)
 

@@ -45,6 +45,7 @@ from belayer.trajectory import Trajectory, trajectory
 if TYPE_CHECKING:
     import torch
 
+Image = str | Callable[[Any], str | None] | None
 END_S = 60.0  # a rollout that was cancelled has so long to end
 
 
@@ -119,6 +120,7 @@ class Run:
                 opened.path / "journal",
                 durability=config.run.durability,
                 retention=config.run.retention,
+                segment_bytes=config.run.segment_bytes,
                 compacted=_tell_compacted(sink),
             )
         except BaseException:
@@ -212,29 +214,37 @@ class Run:
     # -- rollouts ---------------------------------------------------------------------------------
 
     async def rollouts(
-        self, solve: Solve, tasks: Sequence[Any], *, group_size: int = 1, name: str = "r"
+        self,
+        solve: Solve,
+        tasks: Sequence[Any],
+        *,
+        group_size: int = 1,
+        name: str = "r",
+        image: Image = None,
     ) -> AsyncIterator[Trajectory]:
         """Run `group_size` rollouts per task and yield each trajectory as it finishes, each exactly once.
 
+        `image`: the sandbox image of them all, or a function from the task to it; None is the configured one.
         Those that the run has acknowledged before are not yielded again. A group never shrinks silently: rollouts that
         failed for good are replaced by other draws, or raised as one `GroupFailed` after all others were yielded
         (`recovery.group`). Raises `NoProgress` and `CircuitOpen` when going on makes no sense.
         """
         finished: asyncio.Queue[Trajectory | BaseException] = asyncio.Queue()
         jobs = [
-            (f"{name}-{group}-{index}", f"{name}-{group}", task)
+            (f"{name}-{group}-{index}", f"{name}-{group}", task, image(task) if callable(image) else image)
             for group, task in enumerate(tasks)
             for index in range(group_size)
         ]
-        for rollout_id, _, task in jobs:
-            self._check_task(rollout_id, task)
-            self._check_task(self._stands_for(rollout_id), task)
+        for rollout_id, _, *asked in jobs:
+            self._check_task(rollout_id, *asked)
+            self._check_task(self._stands_for(rollout_id), *asked)
         waiting = [job for job in jobs if not self.journal.history(self._stands_for(job[0])).acknowledged]
 
-        async def work(rollout_id: str, group: str, task: Any) -> None:
+        async def work(rollout_id: str, group: str, task: Any, its_image: str | None) -> None:
             try:
                 async with self._slots:
-                    finished.put_nowait(await Member(self._around(), rollout_id, group, task, solve).run())
+                    member = Member(self._around(), rollout_id, group, task, solve, image=its_image)
+                    finished.put_nowait(await member.run())
             except asyncio.CancelledError as error:
                 current = asyncio.current_task()
                 if current is not None and current.cancelling():
@@ -292,10 +302,16 @@ class Run:
         return groups.newest(rollout_id, self.journal.histories)
 
     async def collect(
-        self, solve: Solve, tasks: Sequence[Any], *, group_size: int = 1, name: str = "r"
+        self,
+        solve: Solve,
+        tasks: Sequence[Any],
+        *,
+        group_size: int = 1,
+        name: str = "r",
+        image: Image = None,
     ) -> list[Trajectory]:
         """All trajectories of `rollouts`, acknowledged ones too, ordered by (group, index)."""
-        async for _ in self.rollouts(solve, tasks, group_size=group_size, name=name):
+        async for _ in self.rollouts(solve, tasks, group_size=group_size, name=name, image=image):
             pass
         return [
             trajectory(self.journal.history(self._stands_for(f"{name}-{group}-{index}")))
@@ -335,12 +351,15 @@ class Run:
             under_way=self._rollouts,
         )
 
-    def _check_task(self, rollout_id: str, task: Any) -> None:
+    def _check_task(self, rollout_id: str, task: Any, image: str | None) -> None:
         """The same id must mean the same rollout: never hand out an old trajectory for another task."""
         started = self.journal.history(rollout_id).started
-        if started is not None and msgspec.msgpack.encode(started.task) != msgspec.msgpack.encode(task):
+        if started is None:
+            return
+        same_task = msgspec.msgpack.encode(started.task) == msgspec.msgpack.encode(task)
+        if not same_task or started.image != (image or ""):
             raise ConfigError(
-                f"rollout {rollout_id} was started with another task",
+                f"rollout {rollout_id} was started with another {'image' if same_task else 'task'}",
                 kept="its journal, untouched",
                 next_step="give every batch of tasks a name= of its own, or use a new run directory",
             )

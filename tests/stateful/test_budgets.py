@@ -12,11 +12,21 @@ import pytest
 from tests.stateful.test_consistency import AlwaysDies, Chaos, ModelEngine, ModelSandboxes, World
 
 from belayer import events
+from belayer.cli.show import _print_rollouts
 from belayer.config import Config, RecoveryConfig, RunConfig
 from belayer.engine import TokenChunk
-from belayer.errors import GroupFailed, NoProgress, Quarantined, ReplayDivergence, RolloutFailed
+from belayer.errors import (
+    ConfigError,
+    GroupFailed,
+    NoProgress,
+    Quarantined,
+    ReplayDivergence,
+    RolloutFailed,
+    SandboxLost,
+)
 from belayer.groups import counting
-from belayer.journal import Journal
+from belayer.journal import Journal, scan
+from belayer.observe.transcript import transcript
 from belayer.recovery.quarantine import Quarantine
 from belayer.recovery.watchdog import ProgressWatchdog
 from belayer.run import Run
@@ -25,7 +35,10 @@ from belayer.verify import verify_run
 pytestmark = pytest.mark.stateful
 
 
-async def collect(folder, function, tasks=("x",), *, group_size=1, chaos=None, max_concurrent=4, **recovery):
+async def collect(
+    folder, function, tasks=("x",), *, group_size=1, chaos=None, max_concurrent=4, image=None, kind=ModelSandboxes,
+    **recovery,
+):  # fmt: skip
     """(trajectories, journal) of `function` in the model world, with this `[recovery]`."""
     journal = Journal(folder / "journal")
     config = Config(
@@ -33,9 +46,9 @@ async def collect(folder, function, tasks=("x",), *, group_size=1, chaos=None, m
     )
     run = Run(SimpleNamespace(path=folder), config, journal, SimpleNamespace(close=lambda: None))
     chaos, world = chaos or Chaos([]), World()
-    run.sandboxes, run.engine, run.sink = ModelSandboxes(world, chaos), ModelEngine(world, chaos, 5), events.ignore
+    run.sandboxes, run.engine, run.sink = kind(world, chaos), ModelEngine(world, chaos, 5), events.ignore
     try:
-        return await run.collect(function, list(tasks), group_size=group_size, name="t"), journal
+        return await run.collect(function, list(tasks), group_size=group_size, name="t", image=image), journal
     finally:
         journal.close()
 
@@ -163,6 +176,40 @@ def test_by_default_a_short_group_is_an_error_after_all_others_were_handed_over(
     assert seen == ["t-0-1", "t-0-2"]
 
 
+def test_a_failed_group_is_in_the_journal_until_it_is_begun_again(tmp_path, capsys):
+    with pytest.raises(GroupFailed) as caught:
+        asyncio.run(collect(tmp_path, acts, group_size=2, chaos=DiesFor(3), attempts=1, max_concurrent=1))
+    failed = reopened(tmp_path)["t-0-0"].group_failed
+    assert failed.group == "t-0" and failed.first == caught.value.first and "recovery.attempts = 1" in failed.reason
+    assert reopened(tmp_path)["t-0-1"].group_failed is None
+    verdict = verify_run(tmp_path)
+    assert verdict.consistent and verdict.failed_groups == ["t-0"]
+    records = list(scan(tmp_path / "journal", rollout="t-0-0"))
+    assert [entry.kind for entry in transcript(records, "t-0-0")][-2:] == ["failed", "group failed"]
+    _print_rollouts(reopened(tmp_path))
+    assert "group t-0 is short of t-0-0: rollout t-0-0 failed 1 times" in capsys.readouterr().out
+    # the cause is repaired, and the run goes on: what is missing is done, and the group is whole
+    done, _ = asyncio.run(collect(tmp_path, acts, group_size=2, attempts=1))
+    assert [each.rollout_id for each in done] == ["t-0-0", "t-0-1"]
+    verdict = verify_run(tmp_path)
+    assert verdict.consistent and verdict.failed_groups == [] and verdict.finished == 2
+
+
+def test_a_group_whose_replacements_are_used_up_is_in_the_journal_too(tmp_path):
+    for attempt in range(2):  # a resumed run tries once more, and says it once more
+        with pytest.raises(GroupFailed, match=r"recovery\.replacements = 1"):
+            asyncio.run(
+                collect(
+                    tmp_path, acts, group_size=1, chaos=AlwaysDies(), attempts=1, group="replace", replacements=1,
+                    quarantine=50, breaker=1000,
+                )
+            )  # fmt: skip
+        histories = reopened(tmp_path)
+        assert histories["t-0-0"].group_failed is None and histories["t-0-0~1"].group_failed.attempt == attempt
+        verdict = verify_run(tmp_path)
+        assert verdict.consistent and verdict.failed_groups == ["t-0"]
+
+
 # -- quarantine --------------------------------------------------------------------------------------------------------
 def test_what_keeps_failing_is_not_tried_by_every_rollout_in_turn(tmp_path):
     with pytest.raises(GroupFailed):
@@ -185,6 +232,45 @@ def test_one_success_ends_a_suspicion():
     quarantine.check("image base", "task 2")
     with pytest.raises(Quarantined, match=r"task 1 is set aside: 2 rollouts .* \(first failure: first\)"):
         quarantine.check("image base", "task 1")
+
+
+class OneBadImage(ModelSandboxes):
+    """New environments of the image `bad` die at once."""
+
+    async def create(self, name, *, image=None):
+        if image == "bad":
+            raise SandboxLost("this image does not run")
+        return await super().create(name, image=image)
+
+
+def test_an_image_is_set_aside_and_the_other_images_of_the_run_go_on(tmp_path):
+    tasks = ["bad", "good", "bad", "fine", "bad", "good"]
+    with pytest.raises(GroupFailed):
+        asyncio.run(
+            collect(
+                tmp_path, acts, tasks, attempts=1, quarantine=2, max_concurrent=1, breaker=1000, kind=OneBadImage,
+                image=lambda task: None if task == "fine" else task,
+            )
+        )  # fmt: skip
+    histories = reopened(tmp_path)
+    assert [histories[f"t-{number}-0"].finished for number in range(6)] == [task != "bad" for task in tasks]
+    assert [histories[f"t-{number}-0"].failed.error for number in (0, 2, 4)] == [
+        "BudgetSpent",
+        "BudgetSpent",
+        "Quarantined",
+    ]
+    assert "image bad is set aside: 2 rollouts" in histories["t-4-0"].failed.reason
+    assert [histories[f"t-{number}-0"].image for number in (0, 1, 3)] == ["bad", "good", None]
+    assert verify_run(tmp_path).consistent
+    # the image is repaired: who resumes has looked at it, and everything gets a new chance
+    done, _ = asyncio.run(collect(tmp_path, acts, tasks, attempts=1, image=lambda t: None if t == "fine" else t))
+    assert len(done) == 6
+
+
+def test_the_image_of_a_rollout_is_not_exchanged(tmp_path):
+    asyncio.run(collect(tmp_path, acts, image="one"))
+    with pytest.raises(ConfigError, match="t-0-0 was started with another image"):
+        asyncio.run(collect(tmp_path, acts, image="two"))
 
 
 # -- no progress -------------------------------------------------------------------------------------------------------

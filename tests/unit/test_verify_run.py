@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from belayer.journal.framing import FRAME_HEADER, SEGMENT_HEADER, frame
 from belayer.observe.metrics import MetricsLog
 from belayer.run_directory import RunDirectory
 from belayer.verify import verify_run
+from belayer.verify.checker import verify_records
 
 pytestmark = pytest.mark.unit
 
@@ -51,6 +53,26 @@ def made(run: Path, records: Iterable[r.AnyRecord], **about: object) -> Path:
 def run(tmp_path: Path) -> Path:
     made(tmp_path / "run", [*rollout("r-0-0", *OVER), *rollout("r-0-1", *OVER)])
     return tmp_path / "run"
+
+
+SHORT = {"group": "r-0", "reason": "it is spent", "first": "it died"}
+
+
+@pytest.mark.parametrize(
+    "then, said",
+    [
+        ((*LOST, (r.GroupFailed, SHORT)), ""),
+        ((*LOST, (r.GroupFailed, SHORT), (r.GroupFailed, SHORT)), "failed twice"),
+        ((*LOST, (r.GroupFailed, SHORT | {"group": "r-1"})), "it is of group r-0, not r-1"),
+        ((*LOST, (r.GroupFailed, SHORT | {"first": ""})), "without a reason"),
+        (((r.GroupFailed, SHORT),), "it had not failed"),
+        (((r.RolloutFinished, {"reward": 1.0}), (r.GroupFailed, SHORT)), "it had not failed"),
+    ],
+)
+def test_a_group_is_given_up_only_for_a_member_that_failed(then: Any, said: str):
+    verdict = verify_records(rollout("r-0-0", *then))
+    assert verdict.consistent == (not said) and verdict.failed_groups in (["r-0"], [])
+    assert said in "; ".join(finding.what for finding in verdict.findings)
 
 
 def segment(run: Path) -> Path:

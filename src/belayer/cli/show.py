@@ -12,6 +12,7 @@ from rich.text import Text
 
 from belayer.cli.inspect import need_run
 from belayer.errors import JournalCorrupt, RunError
+from belayer.groups import counting
 from belayer.journal import AnyRecord, History, read_histories, result_gone, scan
 from belayer.observe.survivorship import survivorship
 from belayer.observe.transcript import Entry, tokenizer_of, transcript
@@ -76,6 +77,7 @@ def _summary(history: History) -> dict[str, Any]:
         "restored": history.restores,
         "cut": history.truncations,
         "attempt": history.attempt,
+        "group_failed": history.group_failed.group if history.group_failed else "",
         "results_gone": sum(result_gone(call.result) is not None for call in history.calls),
     }
 
@@ -92,7 +94,7 @@ def _print_rollouts(histories: dict[str, History]) -> None:
         table.add_column(heading, no_wrap=True)
     for history in histories.values():
         row = _summary(history)
-        del row["results_gone"]
+        del row["results_gone"], row["group_failed"]
         row["reward"] = "" if history.reward is None else f"{history.reward:.3f}"
         table.add_row(*map(str, row.values()))
     console.print(table)
@@ -103,6 +105,9 @@ def _print_rollouts(histories: dict[str, History]) -> None:
         f"{sum(h.truncations > 0 for h in everyone)} with a context that was cut, "
         f"{sum(h.attempt > 0 for h in everyone)} started more than once"
     )
+    for history in counting(histories):
+        if failed := history.group_failed:
+            console.print(f"group {failed.group} is short of {failed.rollout}: {failed.reason}", markup=False)
     if gone := sum(result_gone(call.result) is not None for history in everyone for call in history.calls):
         console.print(f"{gone} results of acknowledged rollouts were taken out of the journal by run.retention")
     console.print("by length (a trainer learns from what is delivered: it should not depend on the length):")

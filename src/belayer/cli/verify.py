@@ -67,6 +67,8 @@ def _print(run: Path, verdict: Verdict, again: Reexecution | None) -> None:
         console.print(f"{verdict.results_gone} results of acknowledged rollouts were taken out by run.retention")
     if verdict.short_groups:
         console.print(f"groups of which a member failed for good, as journalled: {', '.join(verdict.short_groups)}")
+    if verdict.failed_groups:
+        console.print(f"groups that were given up, as journalled: {', '.join(verdict.failed_groups)}")
     if verdict.unread:
         console.print(f"journal: {verdict.unread}", markup=False)
     for what in verdict.damage:

@@ -22,6 +22,7 @@ from belayer.journal.records import (
     CheckpointSkipped,
     ContextTruncated,
     EnvRestored,
+    GroupFailed,
     PolicyChanged,
     RolloutFailed,
     RolloutFinished,
@@ -80,6 +81,7 @@ class History:
         self.truncations = 0
         self.reward: float | None = None
         self.failed: RolloutFailed | None = None
+        self.group_failed: GroupFailed | None = None  # until this rollout, or who replaces it, begins again
 
     # -- fold -------------------------------------------------------------------------------------
 
@@ -129,6 +131,10 @@ class History:
                 self.failed = record
                 self.failures.append((record.attempt, record.error, record.reason))
                 self.agent_failures += record.agent
+            case GroupFailed():
+                if self.failed is None:
+                    raise JournalCorrupt(f"rollout {self.rollout}: its group failed, and it has not")
+                self.group_failed = record
             case Acknowledged():
                 self.acknowledged = True
 
@@ -164,6 +170,11 @@ class History:
     def over(self) -> bool:
         """Finished with a reward, or failed for this attempt."""
         return self.reward is not None or self.failed is not None
+
+    @property
+    def image(self) -> str | None:
+        """The image of its sandbox; None: the one of the configuration."""
+        return (self.started.image if self.started else "") or None
 
     @property
     def finished(self) -> bool:

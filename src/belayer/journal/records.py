@@ -3,7 +3,8 @@
 Records are msgspec structs in a tagged union, encoded as MessagePack maps, so that a field can be added later without
 breaking old journals. `FORMAT` is raised when an old reader could misunderstand a new journal, and when a completion
 of an old one would not be continued as it was begun: 2 has another sampling noise, and turns can be voided; 3 has
-`PolicyChanged`, and results that retention took away. docs/journal.md describes all of it for people.
+`PolicyChanged`, and results that retention took away; 4 has `GroupFailed`. docs/journal.md describes all of it for
+people.
 
 Numbers: `k` counts the actions of a rollout from 1; 0 is the state before any action. `g` is the generation of the
 environment: it is raised by every restore, and an exec of an older generation is refused. Positions count token ids
@@ -16,8 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-FORMAT = 3
-READABLE = (2, 3)  # 2 has nothing that 3 has not
+FORMAT = 4
+READABLE = (2, 3, 4)  # the older ones have nothing that 4 has not
 
 # reason of a restore that only a restart of the driver made necessary; it costs no rollout any of its budget
 DRIVER_RESTARTED = "the driver was restarted"
@@ -38,6 +39,7 @@ class RolloutStarted(Record, frozen=True, kw_only=True):
     group: str
     task: Any
     seed: int
+    image: str = ""  # of its sandbox; empty: the one of the configuration
 
 
 class TokensAppended(Record, frozen=True, kw_only=True):
@@ -157,6 +159,17 @@ class RolloutFailed(Record, frozen=True, kw_only=True):
     agent: bool = False
 
 
+class GroupFailed(Record, frozen=True, kw_only=True):
+    """`group` is short of this rollout, whose last attempt failed, and no further draw is made in this session.
+
+    A later attempt, or a replacement, opens the group again. `first`: the failure that started it.
+    """
+
+    group: str
+    reason: str
+    first: str
+
+
 class Acknowledged(Record, frozen=True, kw_only=True):
     """The trainer has used the trajectory and saved what came of it."""
 
@@ -175,6 +188,7 @@ AnyRecord = (
     | ContextTruncated
     | RolloutFinished
     | RolloutFailed
+    | GroupFailed
     | Acknowledged
 )
 

@@ -72,7 +72,8 @@ def _add(entries: list[Entry], record: AnyRecord) -> None:
 
     match record:
         case r.RolloutStarted():
-            new("started", detail=f"seed {record.seed}, task {record.task!r}")
+            image = f", image {record.image}" if record.image else ""
+            new("started", detail=f"seed {record.seed}, task {record.task!r}{image}")
         case r.TokensAppended():
             kind = "turn" if record.source == "model" else "observation"
             entry = _open(entries, attempt, kind, record.call) or new(kind, call=record.call)
@@ -115,6 +116,8 @@ def _add(entries: list[Entry], record: AnyRecord) -> None:
             new("finished", detail=f"reward {record.reward}")
         case r.RolloutFailed():
             new("failed", detail=f"{record.error}: {record.reason}")
+        case r.GroupFailed():
+            new("group failed", detail=f"{record.group} stays short of it: {record.reason}")
         case r.Acknowledged():
             new("delivered")
 

@@ -13,7 +13,7 @@ from belayer.journal.segments import scan
 from belayer.run_directory import read_about, unread_tail
 from belayer.trajectory import trajectory
 from belayer.verify.evidence import contradicted, description_problem, read_claims
-from belayer.verify.members import missing_members, replacement_problems, short_groups
+from belayer.verify.members import failed_groups, missing_members, replacement_problems, short_groups
 from belayer.verify.witness import Attempt
 
 
@@ -38,6 +38,7 @@ class Verdict(msgspec.Struct):
     records: int = 0
     results_gone: int = 0  # taken out by retention: their digests are still compared, their text is not there
     short_groups: list[str] = msgspec.field(default_factory=list)  # members failed for good, which is journalled
+    failed_groups: list[str] = msgspec.field(default_factory=list)  # given up, which is journalled
     unread: str = ""  # what the journal ends with that is no record, as a killed driver may leave it
     findings: list[Finding] = msgspec.field(default_factory=list)
     damage: list[str] = msgspec.field(default_factory=list)  # of the run directory, the journal's end among it
@@ -112,6 +113,7 @@ def _examine(records: Iterable[r.AnyRecord]) -> tuple[Verdict, dict[str, list[At
         if last is not None and last.finished is not None and not last.breaches:
             for problem in _delivery_problems(last, product[rollout]):
                 found(rollout, last.start.attempt, problem)
+    verdict.failed_groups = failed_groups(attempts)
     for rollout, problem in replacement_problems(attempts):
         found(rollout, attempts[rollout][-1].start.attempt, problem)
     return verdict, attempts
@@ -126,8 +128,8 @@ def _start_problems(start: r.RolloutStarted, before: list[Attempt]) -> list[str]
         problems.append(f"attempt {start.attempt} follows after attempt {last.start.attempt}")
     if last.failed is None:
         problems.append(f"attempt {start.attempt} began before attempt {last.start.attempt} had failed")
-    if start.seed != last.start.seed or start.group != last.start.group or start.task != last.start.task:
-        problems.append(f"attempt {start.attempt} has another seed, group or task: it is another rollout")
+    if any(getattr(start, name) != getattr(last.start, name) for name in ("seed", "group", "task", "image")):
+        problems.append(f"attempt {start.attempt} has another seed, group, task or image: it is another rollout")
     return problems
 
 

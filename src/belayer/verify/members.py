@@ -50,6 +50,18 @@ def short_groups(attempts: Attempts) -> list[str]:
     return sorted(lost & delivered)
 
 
+def failed_groups(attempts: Attempts) -> list[str]:
+    """Groups that were given up, as the journal says: neither the member nor a replacement has begun again since."""
+    replaced = {_replaced_by(rollout, attempts) for rollout in attempts}
+    return sorted(
+        {
+            mine[-1].start.group
+            for rollout, mine in attempts.items()
+            if mine and rollout not in replaced and mine[-1].group_failed is not None
+        }
+    )
+
+
 def missing_members(attempts: Attempts) -> Iterator[tuple[str, str]]:
     """(a member of the group, what is wrong) for groups that were delivered without a member nobody has heard of."""
     members: dict[str, dict[int, str]] = defaultdict(dict)  # group → index → the rollout that stands for it

@@ -55,7 +55,7 @@ async def _again(history: History, sandboxes: Sandboxes, result: Reexecution) ->
     result.rollouts += 1
     if not history.actions():
         return
-    sandbox = await sandboxes.create(name)
+    sandbox = await sandboxes.create(name, image=history.image)
     try:
         for call in history.actions():
             action = action_of(call.asked)

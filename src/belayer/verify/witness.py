@@ -58,6 +58,7 @@ class Attempt:
         self.must_cut: int | None = None  # the action at which the context must end before anything is done again
         self.finished: r.RolloutFinished | None = None
         self.failed: r.RolloutFailed | None = None
+        self.group_failed: r.GroupFailed | None = None
         self.acknowledged = False
         self.restores = self.truncated_tokens = 0
 
@@ -68,6 +69,13 @@ class Attempt:
             self._need(self.finished is not None, "it was acknowledged without having finished")
             self._need(not self.acknowledged, "it was acknowledged twice")
             self.acknowledged = True
+            return
+        if isinstance(record, r.GroupFailed):
+            self._need(self.failed is not None, f"group {record.group} failed for want of it, and it had not failed")
+            self._need(record.group == self.start.group, f"it is of group {self.start.group}, not {record.group}")
+            self._need(self.group_failed is None, "its group failed twice for the same attempt")
+            self._need(bool(record.reason and record.first), "its group failed without a reason")
+            self.group_failed = record
             return
         if self.finished is not None or self.failed is not None:
             self._breach(f"a {type(record).__name__} follows after its end")
