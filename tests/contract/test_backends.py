@@ -222,6 +222,43 @@ def test_stop_tokens_end_a_completion_and_are_part_of_it(host: BackendHost, work
     assert {value[2] for value in again.values()} == {"stop"}
 
 
+def test_nothing_ends_a_completion_too_early(
+    host: BackendHost, folders: list[Path], work: list[Work], whole: Run
+) -> None:
+    """At every position of a resumption: tokens that are known already count among the first `min_tokens`."""
+    least, ends = 9, tuple(range(0, VOCABULARY, 3))
+    bounded = [
+        Work(
+            item.id, item.prompt_ids, [], msgspec.structs.replace(item.sampling, min_tokens=least, stop_token_ids=ends)
+        )
+        for item in work
+    ]
+    ended = plain(host, bounded)
+    assert {reason for _, _, reason in ended.values()} >= {"stop"}
+    for item in bounded:
+        tokens, logprobs, _ = ended[item.id]
+        assert set(whole[item.id][0][:least]) & set(ends), "it would have ended there"
+        assert not set(tokens[:-1]) & set(ends) and len(tokens) > least
+        expected = reference(folders[0], item, tokens)
+        said = torch.log_softmax(expected, dim=-1)
+        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            assert logprob == pytest.approx(float(said[position, token]), abs=2e-4)
+            penalties = {}
+            if penalised(item.sampling):
+                penalties[position] = Penalties(item.sampling, item.prompt_ids)
+                penalties[position].extend(tokens[:position])
+            assert choose(expected, [(position, item.sampling, position)], penalties) == [token], (item.id, position)
+    for position in range(1, LENGTH):
+        if position % 2:
+            host.ask("forget_prefixes")
+        some = [item for item in bounded if position < len(ended[item.id][0])]
+        for key, (tokens, logprobs, reason) in plain(
+            host, [resumed(item, ended[item.id][0][:position]) for item in some]
+        ).items():
+            before, values, end = ended[key]
+            assert (tokens, logprobs, reason) == (before, values[position:], end), (key, position)
+
+
 def test_the_budget_counts_what_was_there_already(host: BackendHost, work: list[Work], whole: Run) -> None:
     last = plain(host, [resumed(item, whole[item.id][0][:-1]) for item in work])
     assert {key: (len(logprobs), reason) for key, (_, logprobs, reason) in last.items()} == dict.fromkeys(

@@ -122,6 +122,7 @@ def test_every_position(tmp_path: Path) -> None:
         await penalties_have_an_effect(engine, whole)
         await stop_strings(engine, whole)
         await stop_tokens(engine, work, whole)
+        await too_early(engine, whole)
         await interrupted(engine, work, whole)
         await seeds(engine)
         await budgets(engine, work, whole)
@@ -169,6 +170,26 @@ def test_every_position(tmp_path: Path) -> None:
         assert set(stopped.reasons.values()) == {"stop"}
         for position in (0, 1, 5, 10, 11, 12):
             await check(engine, work, stopped, dict.fromkeys(KINDS, position))
+
+    async def too_early(engine: Engine, whole: Outcome) -> None:
+        """Nothing ends the first `min_tokens` tokens, and tokens of the journal count among them."""
+        least, ends = 7, tuple(range(0, VOCABULARY, 3))
+        assert sum(not set(ends).isdisjoint(tokens[:least]) for tokens in whole.tokens.values()) > 4, (
+            "nothing to hold back"
+        )
+        text = {kind: tokenizer.decode(tokens[1:3]) for kind, tokens in whole.tokens.items()}
+        work = [make(kind, min_tokens=least, stop_token_ids=ends, stop=(text[kind][-1],)) for kind in KINDS]
+        ended = await run(engine, work)
+        for kind, tokens in ended.tokens.items():
+            assert not set(tokens[:least]) & set(ends), kind
+            assert (tokens[-1] in ends or text[kind][-1] in tokenizer.decode(tokens[least:])) == (
+                ended.reasons[kind] == "stop"
+            )
+        assert list(ended.reasons.values()).count("stop") > 4
+        for position in range(max(map(len, ended.tokens.values())) + 1):
+            await check(engine, work, ended, dict.fromkeys(KINDS, position))
+        with pytest.raises(RequestRefused, match="all of the vocabulary"):
+            await run(engine, [make("greedy", min_tokens=1, stop_token_ids=tuple(range(VOCABULARY)))])
 
     async def interrupted(engine: Engine, work: list[GenerationRequest], whole: Outcome) -> None:
         """Inside the worker: new weights, the same values, make every request give up its KV cache and come again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -36,6 +37,12 @@ KINDS = (
 )
 
 
+def held_back(kind: Sampling, number: int, until: int, vocabulary: int) -> Sampling:
+    """`kind` with stop tokens that must not be drawn before position `until`; the last of the vocabulary is none."""
+    ends = tuple(token for token in (number % 2, 1 + 7 * number, 1 << 30) if token != vocabulary - 1)
+    return msgspec.structs.replace(kind, min_tokens=until, stop_token_ids=ends)
+
+
 def penalties_of(rows: list[int], vocabulary: int) -> dict[int, Penalties]:
     found = {}
     for row in rows:
@@ -65,9 +72,10 @@ def test_company_and_order_do_not_matter(order: list[int], alone: int, vocabular
     seed=st.integers(0, (1 << 64) - 1),
     position=st.integers(0, 100_000),
     hidden=st.booleans(),
+    early=st.booleans(),
 )
 def test_the_quick_way_finds_the_same_winner(
-    vocabulary: int, scale: float, temperature: float, seed: int, position: int, hidden: bool
+    vocabulary: int, scale: float, temperature: float, seed: int, position: int, hidden: bool, early: bool
 ) -> None:
     """`choose` skips nearly every token; `choose_plainly` skips none."""
     logits = logits_of(6, vocabulary, seed % 1000, scale)
@@ -78,7 +86,8 @@ def test_the_quick_way_finds_the_same_winner(
     for row, kind in enumerate(KINDS):
         changed = {"seed": seed, "temperature": temperature if kind.temperature else 0.0}
         values = {name: getattr(kind, name) for name in kind.__struct_fields__}
-        rows.append((row, Sampling(**values | changed), position + row))
+        own = Sampling(**values | changed)
+        rows.append((row, held_back(own, row, position + 3, vocabulary) if early else own, position + row))
     penalties = penalties_of(list(range(6)), vocabulary)
     assert choose(logits, rows, penalties) == [choose_plainly(logits, row, penalties.get(row[0])) for row in rows]
 
@@ -97,7 +106,24 @@ def test_an_accelerator_decides_the_same(vocabulary: int, keys: list[tuple[int, 
     penalties = penalties_of(list(range(6)), vocabulary)
     for _seed, position in keys:
         rows = [(row, KINDS[row], position + row) for row in range(6)]
+        rows += [(row, held_back(kind, row, position + 3, vocabulary), at) for row, kind, at in rows]
         assert _sampler_on_device.choose(logits, rows, penalties) == choose(logits, rows, penalties)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_would_end_a_completion_too_early_is_not_drawn(kind: Sampling) -> None:
+    logits, free = logits_of(1, 50), msgspec.structs.replace(kind, stop_token_ids=())
+    penalties = {0: Penalties(kind, [1])}
+    for position in range(40):
+        (wanted,) = choose(logits, [(0, free, position)], penalties)
+        stopping = msgspec.structs.replace(kind, min_tokens=20, stop_token_ids=(wanted, 50, 10**6))
+        (found,) = choose(logits, [(0, stopping, position)], penalties)
+        if position >= 20:
+            assert found == wanted
+            continue
+        without = logits.clone()
+        without[0, wanted] = -torch.inf
+        assert found != wanted and [found] == choose(without, [(0, free, position)], penalties)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -285,6 +311,7 @@ def test_penalties_are_those_of_vllm() -> None:
     ("field", "values"),
     [
         ("max_tokens", [0, -1, 1.5, True]),
+        ("min_tokens", [-1, 5, 1.0, True, "1"]),
         ("seed", [-1, 1 << 64, 0.5]),
         ("temperature", [-0.1, float("nan"), float("inf"), "1", None, 1 << 64, 10**400]),
         ("top_k", [-1, 2.0]),

@@ -27,17 +27,18 @@ pytestmark = pytest.mark.unit
 TOKENIZER = byte_tokenizer(1000)
 
 
-def first_hit(tokenizer: Tokenizer, ids: list[int], strings: tuple[str, ...]) -> int | None:
-    """By the words of the documentation: the first token with which the text holds one of the strings."""
-    for index in range(len(ids)):
-        text = tokenizer.decode(ids[: index + 1], skip_special_tokens=False)
-        if any(string in text for string in strings):
-            return index
-    return None
+def first_hit(tokenizer: Tokenizer, ids: list[int], strings: tuple[str, ...], min_tokens: int) -> int | None:
+    """By the words of the documentation: the first token after `min_tokens` that completes one of the strings."""
+
+    def seen(count: int) -> int:
+        text = tokenizer.decode(ids[:count], skip_special_tokens=False)
+        return sum(text.startswith(string, at) for at in range(len(text)) for string in strings)
+
+    return next((index for index in range(min_tokens, len(ids)) if seen(index + 1) > seen(index)), None)
 
 
-def watch(strings: tuple[str, ...], prompt: list[int] | None = None) -> StopWatch:
-    return StopWatch(TOKENIZER, prompt or [], strings)
+def watch(strings: tuple[str, ...], prompt: list[int] | None = None, min_tokens: int = 0) -> StopWatch:
+    return StopWatch(TOKENIZER, prompt or [], strings, min_tokens)
 
 
 # a small alphabet, so that strings occur: letters, pieces of two letters, whole and broken characters, a special token
@@ -54,10 +55,13 @@ SPECIAL = TOKENIZER.token_to_id("<|end|>")
     ),
     cuts=st.lists(st.integers(0, 40), max_size=5),
     prompt=st.lists(st.sampled_from([SPECIAL, *b"xy"]), max_size=20),
+    min_tokens=st.sampled_from([0, 0, 1, 5, 20]),
 )
-def test_however_it_is_cut(ids: list[int], strings: list[str], cuts: list[int], prompt: list[int]) -> None:
-    expected = first_hit(TOKENIZER, ids, tuple(strings))
-    looking = watch(tuple(strings), prompt)
+def test_however_it_is_cut(
+    ids: list[int], strings: list[str], cuts: list[int], prompt: list[int], min_tokens: int
+) -> None:
+    expected = first_hit(TOKENIZER, ids, tuple(strings), min_tokens)
+    looking = watch(tuple(strings), prompt, min_tokens)
     borders = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     for start, end in itertools.pairwise(borders):
         hit = looking.feed(ids[start:end])
@@ -91,6 +95,13 @@ def test_what_is_finished_already() -> None:
     # a string that ends at the last token, one that ends earlier, and one that only begins
     for resume, reason in ((b"xab", "stop"), (b"abxx", "stop"), (b"xxa", None), (b"xxxxxxxxab", "stop")):
         assert already_finished(request(resume=[*resume], stop=("ab",)), watch(("ab",))) == reason
+    # the first tokens of a completion cannot end it, whoever made them
+    for count, reason in ((2, "stop"), (3, None)):
+        least = {"min_tokens": count, "stop_token_ids": (99,)}
+        assert already_finished(request(resume=[*b"cxc", *b"abc"[:2]], **least), None) == reason
+        looking = watch(("ab",), min_tokens=count)
+        assert already_finished(request(resume=[*b"xab"], stop=("ab",), min_tokens=count), looking) == reason
+        assert looking.feed([*b"b"]) is None and looking.feed([*b"ab"]) == 1
     looking = watch(("ab",))
     assert already_finished(request(resume=[*b"xxa"], stop=("ab",)), looking) is None
     assert looking.feed([*b"b"]) == 0

@@ -21,7 +21,7 @@ from tests.engine_kit import byte_tokenizer
 
 from belayer.cli.serve import _with_token
 from belayer.config import load_config
-from belayer.engine import Sampling
+from belayer.engine import GenerationRequest, Sampling
 from belayer.engine.stopping import Pieces, StopWatch
 from belayer.errors import ConfigError, EngineUnavailable, JournalError, RequestRefused, StorageFull, TurnRestarted
 from belayer.gateway import serving
@@ -30,7 +30,7 @@ from belayer.gateway.problems import problem_of
 from belayer.gateway.sessions.intent import fingerprint
 from belayer.gateway.settings import GatewaySettings
 from belayer.gateway.text import Text, TextStream
-from belayer.gateway.upstream._wires import Interrupted, Kind, Piece, read
+from belayer.gateway.upstream._wires import Interrupted, Kind, Piece, question, read
 from belayer.journal import Journal
 from belayer.journal.records import RolloutStarted
 
@@ -130,24 +130,33 @@ def test_a_token_file_that_is_none_says_what_to_do(tmp_path: Path, content: byte
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
-def _text(ids: list[int], cuts: list[int], stops: tuple[str, ...], keep: bool = False) -> tuple[str, str | None]:
-    stream = TextStream(Pieces(TOKENIZER, []), stops, frozenset({END}), keep)
+def _text(
+    ids: list[int], cuts: list[int], stops: tuple[str, ...], keep: bool = False, min_tokens: int = 0
+) -> tuple[str, str | None]:
+    stream = TextStream(Pieces(TOKENIZER, []), stops, frozenset({END}), keep, min_tokens)
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     out = "".join(stream.feed(ids[a:b]) for a, b in itertools.pairwise(bounds))
     return out + stream.end(), stream.matched
 
 
 @given(
-    text=st.text("abc<>é", min_size=1, max_size=30), cuts=st.lists(st.integers(0, 99), max_size=5), keep=st.booleans()
+    text=st.text("abc<>é", min_size=1, max_size=30),
+    cuts=st.lists(st.integers(0, 99), max_size=5),
+    keep=st.booleans(),
+    min_tokens=st.integers(0, 5),
 )
-def test_a_stream_says_what_the_whole_says_up_to_the_stop_string(text: str, cuts: list[int], keep: bool) -> None:
+def test_a_stream_says_what_the_whole_says_up_to_the_stop_string(
+    text: str, cuts: list[int], keep: bool, min_tokens: int
+) -> None:
     stops = ("ab", "c<", "<|end|>")
     ids = [*TOKENIZER.encode(text).ids, END]
-    last = StopWatch(TOKENIZER, [], stops).feed(ids)
+    min_tokens = min(min_tokens, len(ids) - 1)
+    last = StopWatch(TOKENIZER, [], stops, min_tokens).feed(ids)
     assert last is not None  # the last token spells a stop string
-    shown, matched = _text(ids[: last + 1], cuts, stops, keep)
+    shown, matched = _text(ids[: last + 1], cuts, stops, keep, min_tokens)
     full = text + "<|end|>"
-    at = min(full.index(stop) for stop in stops if stop in full)
+    early = len(TOKENIZER.decode(ids[:min_tokens])) if min_tokens else 0  # the characters that end nothing
+    at = min(at for stop in stops if (at := full.find(stop, max(0, early - len(stop) + 1))) >= 0)
     assert matched is not None and full.startswith(matched, at)
     end = at + (len(matched) if keep else 0)
     assert shown == full[: min(end, len(text))]  # the end token itself is special, and special tokens are not shown
@@ -202,6 +211,17 @@ def _sglang(ids: list[int], total: int, finish: str = "null") -> str:
     entries = ",".join(f"[-0.5,{token},null]" for token in ids)
     meta = f'"completion_tokens":{total},"output_token_logprobs":[{entries}],"finish_reason":{finish}'
     return f'data: {{"text":"","meta_info":{{{meta},"weight_version":"7"}}}}'
+
+
+def test_what_a_server_is_asked_for_counts_the_tokens_that_are_there() -> None:
+    sampling = Sampling(max_tokens=20, min_tokens=7, stop_token_ids=(5,))
+    request = GenerationRequest(id="r", prompt_ids=[1, 2], sampling=sampling)
+    for made, least in (([], 7), ([3] * 4, 3), ([3] * 9, 0)):
+        _, body = question("vllm", "m", request, made)
+        assert (body["min_tokens"], body["max_tokens"]) == (least, 20 - len(made))
+        _, body = question("sglang", "m", request, made)
+        params = body["sampling_params"]
+        assert (params["min_new_tokens"], params["max_new_tokens"]) == (least, 20 - len(made))
 
 
 def test_sglang_streams_are_read_whether_they_repeat_or_not() -> None:

@@ -27,11 +27,13 @@ def choose(
 ) -> list[int]:
     """One token for each of `rows`, as `sampler.choose`. `logits` is [batch, vocabulary]."""
     scores = logits[[row for row, _, _ in rows]].double()
-    for index, (row, _, _) in enumerate(rows):
+    for index, (row, sampling, position) in enumerate(rows):
         if row in penalties:
             ids = torch.from_numpy(penalties[row].ids).to(scores.device)
             changed = penalties[row].changed(scores[index, ids].cpu().numpy())
             scores[index, ids] = torch.from_numpy(changed).to(scores.device)
+        if held := [token for token in sampling.held_back(position) if token < scores.shape[1]]:
+            scores[index, held] = -torch.inf
     drawn = [index for index, (_, sampling, _) in enumerate(rows) if sampling.temperature > 0]
     if drawn:
         hot = scores[drawn]

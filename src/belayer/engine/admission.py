@@ -19,6 +19,8 @@ def problem(request: GenerationRequest, max_model_len: int, vocabulary: int) -> 
         length = len(request.prompt_ids) + known
         room = f"{length} prompt and resumed tokens leave no room in max_model_len {max_model_len}"
         return f"{room}: raise engine.max_model_len, or cut the context"
+    if sampling.min_tokens and len({token for token in sampling.stop_token_ids if token < vocabulary}) == vocabulary:
+        return "min_tokens holds every token back: all of the vocabulary is in stop_token_ids"
     ids = request.prompt_ids + request.resume_ids
     if min(ids) < 0 or max(ids) >= vocabulary:
         return f"token ids must be in [0, {vocabulary})"

@@ -17,7 +17,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `repetition_penalty` divides positive and multiplies negative logits of every token of prompt and completion; 1 is
     off. `frequency_penalty` times a token's count in the completion, and `presence_penalty` if it is there at all, are
     subtracted; 0 is off. (Definitions of vLLM and of the OpenAI API.) `top_k` 0, `top_p` 1 and `min_p` 0 switch those
-    filters off. The order is: penalties, temperature, min-p, top-k, top-p.
+    filters off. The order is: penalties, stop tokens held back, temperature, min-p, top-k, top-p.
+
+    The first `min_tokens` tokens of the completion, those of `GenerationRequest.resume_ids` included, cannot end it: no
+    token of `stop_token_ids` is drawn among them, and a stop string counts only if a later token completes it. (vLLM's
+    definition, but for an end-of-sequence token that is not in `stop_token_ids`: it ends nothing, so it is let in.)
 
     A token of `stop_token_ids` ends the completion and is part of it; there is no implicit end-of-sequence token. So
     does the token that completes one of the strings `stop` in the completion's text, special tokens written out; the
@@ -39,17 +43,24 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     n: int = 1
     structured: Any = None
     top_logprobs: int = 0
 
+    def held_back(self, position: int) -> tuple[int, ...]:
+        """Tokens that must not be drawn at `position` of the completion, for they would end it too early."""
+        return self.stop_token_ids if position < self.min_tokens else ()
+
     def problem(self) -> str | None:
         """Why no engine of ours can honour this, in one sentence, or None."""
         for name, (range_, fits) in _CHECKS.items():
             if not fits(getattr(self, name)):
                 return f"{name} is {getattr(self, name)!r}, but must be {range_}"
+        if self.min_tokens > self.max_tokens:
+            return f"min_tokens is {self.min_tokens}, but must be at most max_tokens, {self.max_tokens}"
         if self.n != 1:
             return "n must be 1: send as many requests, each with a seed of its own; their prompt is computed once"
         if self.structured is not None:
@@ -80,6 +91,7 @@ def _sendable(text: str) -> bool:
 _MOST = 1_000_000_000  # of any count or factor: what travels to a worker must fit its messages
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_tokens": ("in [1, 1e9]", _whole(lambda v: 1 <= v <= _MOST)),
+    "min_tokens": ("in [0, 1e9], 0 is off", _whole(lambda v: 0 <= v <= _MOST)),
     "seed": ("in [0, 2**64)", _whole(lambda v: 0 <= v < 1 << 64)),
     "temperature": ("in [0, 1e9]", _number(lambda v: 0 <= v <= _MOST)),
     "top_k": ("in [0, 1e9], 0 is off", _whole(lambda v: 0 <= v <= _MOST)),

@@ -49,19 +49,21 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], penalties: Mapping[int, Pe
     tokens = [0] * len(rows)
     whole: list[int] = []  # drawn from the whole vocabulary
     partly: list[tuple[int, Logits, Tokens]] = []  # drawn from what filters leave
-    for index, (row, sampling, _) in enumerate(rows):
+    for index, (row, sampling, position) in enumerate(rows):
         one: Logits = matrix[row]
         penalty = penalties.get(row) if penalties else None
         if penalty is not None:
             one = one.astype(np.float64)
             penalty.apply(one)
+        if held := sampling.held_back(position):
+            one = _without(one, held)
         filters = sampling.min_p > 0 or sampling.top_k > 0 or sampling.top_p < 1
         if sampling.temperature == 0 or (filters and not math.isfinite(one.max())):
             tokens[index] = int(one.argmax())  # the likeliest; or the first that is no number: its logprob tells
         elif filters:
             kept = candidates(one, sampling)
             partly.append((index, one[kept], kept))
-        elif penalty is None:
+        elif penalty is None and not held:
             whole.append(index)
         else:
             partly.append((index, one, np.arange(columns)))
@@ -159,6 +161,13 @@ def _nucleus(logits: Logits, sampling: Sampling) -> Tokens:
     return np.flatnonzero(sure)
 
 
+def _without(logits: Logits, held: Sequence[int]) -> Logits:
+    """One row of logits in which no token of `held` can win; ids beyond the vocabulary are nobody's."""
+    changed = logits.copy()
+    changed[[token for token in held if token < len(logits)]] = -np.inf
+    return changed
+
+
 def likeliest(logits: torch.Tensor) -> Tokens:
     """The likeliest token of each row of [batch, vocabulary], the first of equals."""
     return _host(logits).argmax(axis=1)
@@ -187,6 +196,7 @@ def choose_plainly(logits: torch.Tensor, row: Row, penalties: Penalties | None =
     scores = _host(logits)[index].astype(np.float64)
     if penalties is not None:
         penalties.apply(scores)
+    scores = _without(scores, sampling.held_back(position))
     if sampling.temperature > 0:
         allowed = candidates(scores, sampling)
         noise = gumbel(bits([(sampling.seed, position)], len(scores)))[0]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from belayer._shielded import shielded
 from belayer.engine.request import GenerationRequest
 from belayer.errors import RequestRefused
 
@@ -43,21 +44,31 @@ class Pieces:
 class StopWatch:
     """Looks for the stop strings of one completion while it grows."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], strings: Iterable[str]) -> None:
-        """`tokenizer` is a `tokenizers.Tokenizer`."""
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], strings: Iterable[str], min_tokens: int = 0) -> None:
+        """`tokenizer` is a `tokenizers.Tokenizer`. The first `min_tokens` tokens complete no stop string."""
         self._strings = tuple(strings)
         self._longest = max(map(len, self._strings))
         self._text = ""  # the end of the completion's text, as long as a stop string's beginning could be
+        self._too_early = min_tokens
         self._pieces = Pieces(tokenizer, prompt_ids)
 
     def feed(self, ids: Iterable[int]) -> int | None:
         """`ids` follow in the completion. Returns the index among them of the token that completes a stop string."""
         for index, token in enumerate(ids):
+            begin = len(self._text)
             self._text += self._pieces.step(token)
-            if any(string in self._text for string in self._strings):
+            if self._too_early > 0:
+                self._too_early -= 1
+            elif completed(self._strings, self._text, begin):
                 return index
             self._text = self._text[1 - self._longest :] if self._longest > 1 else ""
         return None
+
+
+def completed(strings: Iterable[str], text: str, begin: int) -> list[tuple[int, str]]:
+    """Which of `strings` end behind `begin` in `text`, and where each of them begins."""
+    found = [(text.find(string, max(0, begin - len(string) + 1)), string) for string in strings]
+    return [(at, string) for at, string in found if at >= 0]
 
 
 class Stopping:
@@ -74,8 +85,9 @@ class Stopping:
         loading = self._loading
         if loading is None or (loading.done() and loading.exception() is not None):  # it may be there by now
             loading = self._loading = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self._model))
-        # shielded: a caller that gives up must not take the tokenizer from the others
-        return StopWatch(await asyncio.shield(loading), request.prompt_ids, request.sampling.stop)
+        # a caller that gives up must not take the tokenizer from the others
+        tokenizer, sampling = await shielded(loading), request.sampling
+        return StopWatch(tokenizer, request.prompt_ids, sampling.stop, sampling.min_tokens)
 
 
 def already_finished(request: GenerationRequest, watch: StopWatch | None) -> str | None:
@@ -83,7 +95,7 @@ def already_finished(request: GenerationRequest, watch: StopWatch | None) -> str
     resumed = request.resume_ids
     if watch is not None and watch.feed(resumed) is not None:
         return "stop"
-    if not set(request.sampling.stop_token_ids).isdisjoint(resumed):
+    if not set(request.sampling.stop_token_ids).isdisjoint(resumed[request.sampling.min_tokens :]):
         return "stop"
     return "length" if len(resumed) >= request.sampling.max_tokens else None
 

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from belayer.engine.stopping import Pieces, load_tokenizer
+from belayer.engine import Sampling
+from belayer.engine.stopping import Pieces, completed, load_tokenizer
 from belayer.errors import RequestRefused
 from belayer.gateway.problems import Problem, bad
 
@@ -114,21 +115,23 @@ class Text:
             why = f"{type(error).__name__}: {error}"
             raise bad(f"the chat template refuses these messages: {why}", "messages") from None
 
-    def stream(
-        self, prompt_ids: Sequence[int], stops: tuple[str, ...], hidden: frozenset[int], keep: bool
-    ) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hidden: frozenset[int], keep: bool) -> TextStream:
         """The text of a completion of `prompt_ids`, see `TextStream`."""
-        return TextStream(Pieces(self._tokenizer, prompt_ids) if self.there else None, stops, hidden, keep)
+        pieces = Pieces(self._tokenizer, prompt_ids) if self.there else None
+        return TextStream(pieces, sampling.stop, hidden, keep, sampling.min_tokens)
 
 
 class TextStream:
     """The text of one completion, released as soon as no stop string can begin in it any more.
 
     Tokens in `hidden` (special ones, the stop token) take part in stop strings and are not shown. A stop string that
-    was found ends the text before it, or after it with `keep`. The pieces of a stream are the text of a whole answer.
+    was found ends the text before it, or after it with `keep`; the first `min_tokens` tokens complete none. The pieces
+    of a stream are the text of a whole answer.
     """
 
-    def __init__(self, pieces: Pieces | None, stops: tuple[str, ...], hidden: frozenset[int], keep: bool) -> None:
+    def __init__(
+        self, pieces: Pieces | None, stops: tuple[str, ...], hidden: frozenset[int], keep: bool, min_tokens: int = 0
+    ) -> None:
         self._pieces = pieces
         self._stops = stops
         self._hidden = hidden
@@ -137,6 +140,7 @@ class TextStream:
         self._held = ""  # not released yet, hidden characters included
         self._shown: list[bool] = []  # which characters of it are to be shown
         self._cut: int | None = None
+        self._too_early = min_tokens
         self.matched: str | None = None
 
     def feed(self, ids: Iterable[int]) -> str:
@@ -146,10 +150,13 @@ class TextStream:
         out: list[str] = []
         for token in ids:
             piece = self._pieces.step(token)
+            begin = len(self._held)
             self._held += piece
             self._shown += [token not in self._hidden] * len(piece)
-            if self._stops and self._cut is None:
-                self._look()
+            if self._too_early > 0:
+                self._too_early -= 1
+            elif self._stops and self._cut is None:
+                self._look(begin)
             if self._cut is None:
                 out.append(self._release(len(self._held) - self._room))
         return "".join(out)
@@ -158,9 +165,8 @@ class TextStream:
         """The rest of the text, when the completion is complete."""
         return self._release(len(self._held) if self._cut is None else self._cut)
 
-    def _look(self) -> None:
-        found = [(self._held.find(string), string) for string in self._stops if string in self._held]
-        if found:
+    def _look(self, begin: int) -> None:
+        if found := completed(self._stops, self._held, begin):
             at, self.matched = min(found)
             self._cut = at + len(self.matched) if self._keep else at
 

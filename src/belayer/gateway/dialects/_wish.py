@@ -101,9 +101,8 @@ def openai_wish(fields: Fields, served: Served, *, max_tokens: int | None, also_
     seed = fields.take("seed")
     if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):
         raise bad("seed must be a whole number of 64 bits", "seed")
-    wish = _common(fields, served, limit=max_tokens if limit is None else limit, seed=seed)
+    wish = _common(fields, served, limit=max_tokens if limit is None else limit, least="min_tokens", seed=seed)
     wish.keep_stop = fields.flag("include_stop_str_in_output")
-    fields.only("min_tokens", 0, why="the engine has no lower bound of a completion")
     fields.only("best_of", 1, wish.n, why="send n instead")
     fields.only("use_beam_search", False, why=_ELSEWHERE)
     fields.only("length_penalty", 1.0, why="it belongs to beam search")
@@ -123,12 +122,16 @@ def openai_wish(fields: Fields, served: Served, *, max_tokens: int | None, also_
     return wish
 
 
-def _common(fields: Fields, served: Served, *, limit: int | None, seed: int | None) -> Wish:
-    """What OpenAI, vLLM and SGLang call by the same names."""
+def _common(fields: Fields, served: Served, *, limit: int | None, least: str, seed: int | None) -> Wish:
+    """What OpenAI, vLLM and SGLang call by the same names. `least` is the dialect's name of min_tokens."""
     n = fields.whole("n", 1)
     if not 1 <= n <= MOST_CHOICES:
         raise bad(f"n must be from 1 to {MOST_CHOICES}", fields.name("n"))
     top_k = fields.whole("top_k", -1)
+    min_tokens = fields.whole(least, 0)
+    if min_tokens < 0 or (limit is not None and min_tokens > limit):
+        most = "" if limit is None else f" and at most the {limit} that may be generated"
+        raise bad(f"{fields.name(least)} must be at least 0{most}", fields.name(least))
     stop = fields.strings("stop")
     if stop:
         served.text.need("a stop string", fields.name("stop"))
@@ -143,6 +146,7 @@ def _common(fields: Fields, served: Served, *, limit: int | None, seed: int | No
         "repetition_penalty": fields.number("repetition_penalty", 1.0),
         "presence_penalty": fields.number("presence_penalty", 0.0),
         "frequency_penalty": fields.number("frequency_penalty", 0.0),
+        "min_tokens": min_tokens,
         "stop_token_ids": tuple(sorted({*fields.ids("stop_token_ids"), *ends})),
         "stop": stop,
     }
@@ -166,9 +170,8 @@ def sglang_wish(fields: Fields, served: Served) -> Wish:
     seed = fields.take("sampling_seed")
     if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):
         raise bad("sampling_seed must be a whole number of 64 bits", fields.name("sampling_seed"))
-    wish = _common(fields, served, limit=limit, seed=seed)
+    wish = _common(fields, served, limit=limit, least="min_new_tokens", seed=seed)
     wish.keep_stop = fields.flag("no_stop_trim")
-    fields.only("min_new_tokens", 0, why="the engine has no lower bound of a completion")
     for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex"):
         fields.only(name, why=_GRAMMAR)
     fields.only("custom_params", {}, why=_ELSEWHERE)

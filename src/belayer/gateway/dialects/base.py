@@ -91,7 +91,7 @@ class View:
         self.over = False
         self._ends = order.ends
         self._seen = 0
-        self._stream = text.stream(generation.prompt_ids, sampling.stop, hidden, order.keep_stop)
+        self._stream = text.stream(generation.prompt_ids, sampling, hidden, order.keep_stop)
 
     def take(self) -> Delta | None:
         """What is new, or None. The last delta has `finish` set; then `over` is true."""

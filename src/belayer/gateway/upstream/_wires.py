@@ -37,6 +37,7 @@ def question(kind: Kind, model: str, request: GenerationRequest, made: list[int]
     seed = (sampling.seed if not made else derive_seed(sampling.seed, f"resumed at {len(made)}")) % (1 << 63)
     prompt = request.prompt_ids + made
     rest = sampling.max_tokens - len(made)
+    least = max(0, sampling.min_tokens - len(made))
     common = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -49,8 +50,8 @@ def question(kind: Kind, model: str, request: GenerationRequest, made: list[int]
     }
     if kind == "vllm":
         body = {"model": model, "prompt": prompt, "max_tokens": rest, "seed": seed, **common}
-        return "/v1/completions", body | {"stream": True, "return_token_ids": True, "logprobs": 0}
-    params = {**common, "max_new_tokens": rest, "sampling_seed": seed, "no_stop_trim": True}
+        return "/v1/completions", body | {"min_tokens": least, "stream": True, "return_token_ids": True, "logprobs": 0}
+    params = {**common, "max_new_tokens": rest, "min_new_tokens": least, "sampling_seed": seed, "no_stop_trim": True}
     return "/generate", {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "stream": True}
 
 

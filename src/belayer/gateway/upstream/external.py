@@ -209,7 +209,8 @@ class _Completion:
         count, finish = len(piece.ids), piece.finish or None
         for index, token in enumerate(piece.ids):
             stopped = self._watch is not None and self._watch.feed([token]) is not None
-            if stopped or token in sampling.stop_token_ids:
+            ends = token in sampling.stop_token_ids and len(self.made) + index >= sampling.min_tokens
+            if stopped or ends:
                 count, finish = index + 1, "stop"
                 break
             if len(self.made) + index + 1 == sampling.max_tokens:

@@ -28,7 +28,7 @@ def extra_args(sampling: Sampling, done: int) -> dict[str, Any] | None:
 
     `done` tokens at the end of what vLLM takes for the prompt belong to the completion.
     """
-    if sampling.temperature == 0 and not penalised(sampling):
+    if sampling.temperature == 0 and not penalised(sampling) and not sampling.held_back(done):
         return None
     return {SAMPLING: sampling, OFFSET: done}
 
