@@ -36,6 +36,7 @@ from belayer.engine._wire import (
     send_with_fds,
 )
 from belayer.engine.memory.host import PAGE, Region, forget_content, memfd
+from belayer.engine.workers import hang
 from belayer.engine.workers.hang import HangDetector
 from belayer.engine.workers.progress import Phase, Progress
 
@@ -146,7 +147,10 @@ class Watch:
     def __init__(self, decode_s: float, prefill_s: float) -> None:
         fd = Progress.create()
         self.worker = Progress(fd)
-        self.link: Any = SimpleNamespace(generation=1, progress=Progress(fd))
+        # a process without the CPU time that a thread could wait for
+        self.process = subprocess.Popen(["sleep", "60"])
+        child = SimpleNamespace(pid=self.process.pid)
+        self.link: Any = SimpleNamespace(generation=1, progress=Progress(fd), child=child)
         os.close(fd)
         self.busy = True
         self.hangs: list[tuple[float, str]] = []
@@ -161,6 +165,8 @@ class Watch:
         self.detector.start()
         await asyncio.sleep(seconds)
         self.detector.stop()
+        self.process.kill()
+        self.process.wait()
 
 
 def test_a_frozen_counter_with_work_is_a_hang_and_nothing_else_is() -> None:
@@ -187,6 +193,67 @@ def test_a_frozen_counter_with_work_is_a_hang_and_nothing_else_is() -> None:
     asyncio.run(scenario())
 
 
+def test_one_hang_after_the_other_makes_it_more_patient_until_a_worker_works() -> None:
+    async def scenario() -> None:
+        watch = Watch(0.1, 60.0)
+        watch.worker.mark(Phase.DECODE)
+        watch.detector.start()
+        while len(watch.hangs) < 3:
+            await asyncio.sleep(0.01)
+        first, second, third = (seconds for seconds, _ in watch.hangs)
+        assert first > 0.1 and second > 0.2 and third > 0.4
+        for _ in range(HangDetector.HEALTHY + 2):
+            watch.worker.mark(Phase.DECODE)
+            await asyncio.sleep(0.03)
+        while len(watch.hangs) < 4:
+            await asyncio.sleep(0.01)
+        assert watch.hangs[3][0] < third
+        await watch.run(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_a_processor_does_not_hang_or_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        watch = Watch(0.2, 60.0)
+        watch.worker.mark(Phase.DECODE)
+        begun = time.monotonic()
+        monkeypatch.setattr(hang, "waited_for_processors", lambda pid: {"1": time.monotonic() - begun})
+        await watch.run(0.8)
+        assert not watch.hangs
+        circling = Watch(0.05, 60.0)
+        circling.worker.mark(Phase.DECODE)
+        await circling.run(0.05 * HangDetector.PATIENCE + 0.1)
+        assert circling.hangs
+        starved = Watch(0.2, 60.0)
+        starved.worker.mark(Phase.DECODE)
+        monkeypatch.setattr(hang, "waited_for_processors", lambda pid: {"1": 5.0, "2": 7.0})  # long ago
+        await starved.run(0.8)
+        assert starved.hangs
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_that_has_no_processor_is_counted() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, {{{cpu}}}); print(flush=True)\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        before = hang.waited_for_processors(processes[0].pid)
+        if not before:
+            pytest.skip("this kernel does not count how long a thread waits for a processor")
+        time.sleep(0.5)
+        (after,) = hang.waited_for_processors(processes[0].pid).values()
+        assert 0.05 < after - next(iter(before.values())) < 5.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def test_a_driver_that_was_stopped_itself_does_not_blame_the_worker() -> None:
     async def scenario() -> None:
         watch = Watch(0.2, 60.0)
@@ -199,7 +266,7 @@ def test_a_driver_that_was_stopped_itself_does_not_blame_the_worker() -> None:
         assert not watch.hangs
         await asyncio.sleep(0.4)
         assert watch.hangs  # though it is not let off either
-        watch.detector.stop()
+        await watch.run(0.0)
 
     asyncio.run(scenario())
 

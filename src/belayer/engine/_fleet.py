@@ -30,7 +30,7 @@ from belayer.engine._wire import (
 from belayer.engine.lifecycle import ProcessState
 from belayer.engine.workers.child import environment
 from belayer.engine.workers.link import WorkerLink
-from belayer.errors import EngineError, EngineUnavailable
+from belayer.errors import RESUME, EngineError, EngineUnavailable
 from belayer.ownership import RunLabel
 
 FENCE_TIMEOUT_S = 10.0
@@ -304,7 +304,9 @@ class Fleet:
         self.tell(sv.OwnerReplaced(reason))
 
     def _give_up(self, reason: str) -> None:
-        next_step = f"the whole output of each process is in {self._log_dir}"
+        next_step = f"the whole output of each process is in {self._log_dir}; once the cause is repaired, {RESUME}"
+        if "hangs" in reason:
+            next_step += ", on a machine with less to do or with a longer engine.hang_s"
         self._lose(EngineUnavailable(reason, kept="every journalled token", next_step=next_step))
 
     def _lose(self, error: EngineError) -> None:
