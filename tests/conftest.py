@@ -50,8 +50,14 @@ def _no_sandboxes() -> str:
     """Why sandboxes cannot work here, or ""."""
     if not is_root():
         return "needs root"
+    from belayer.errors import BelayerError
     from belayer.sandbox import probe
+    from belayer.sandbox.setup import separate_store
 
+    try:
+        separate_store("store-tests")
+    except BelayerError as error:
+        return error.what
     # the tests want more than the least: process images, on the store that runs use by default
     wanted = ("checkpoint and restore (CRIU)", "sandbox store (btrfs)")
     missing = [f"{x.name}: {x.detail}" for x in probe() if not x.ok and (x.required or x.name in wanted)]

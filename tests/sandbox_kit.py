@@ -16,7 +16,7 @@ from benchmarks._env_state import ASK, SERVER, ask
 
 from belayer.config import SandboxConfig
 from belayer.events import EventSink, ignore
-from belayer.ownership import RunLabel, cache_dir, labels
+from belayer.ownership import RunLabel, labels, store_dir
 from belayer.ownership.reap import Leftover, everything_labelled
 from belayer.sandbox import ExecResult, Sandbox, Sandboxes, images
 from belayer.sandbox.store import Store
@@ -43,7 +43,7 @@ async def sandboxes(
 
 def overlay_store() -> Path:
     """The default store's folder, with an overlay store in it that has the base image too (5 s, the first time)."""
-    folder = cache_dir() / "store"
+    folder = store_dir()
     store = Store.open(kind="overlay")
     try:
         found = images.read_info(store, "base")
@@ -119,8 +119,10 @@ async def died(sandbox: Sandbox, timeout_s: float = 5.0) -> float:
 
 async def settled(manager: Sandboxes) -> None:
     """Wait until what the manager makes ahead is there: from here on it neither makes nor opens anything by itself."""
-    slots = manager._slots
+    slots = manager.ground.slots
     await eventually("the spare slots are there", lambda: slots._refill is None or slots._refill.done())
+    ahead = manager.ground.ahead._spares
+    await eventually("the next places are there", lambda: all(x.made is None or x.made.done() for x in ahead.values()))
 
 
 async def eventually(what: str, check: Any, timeout_s: float = 5.0) -> None:

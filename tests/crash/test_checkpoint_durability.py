@@ -542,8 +542,7 @@ def test_a_hundred_generations(tmp_path, image):
 
 async def footprint(manager: Sandboxes) -> dict[str, int]:
     """What the run takes on the host once its background work is done."""
-    while manager._chores:
-        await asyncio.gather(*manager._chores, return_exceptions=True)
+    await manager.chores.end()
     newest = manager.newest("s")
     assert newest is not None
     await written(manager, newest)

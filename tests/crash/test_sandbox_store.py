@@ -140,6 +140,7 @@ def test_the_probe_says_what_is_missing(tmp_path):
     """With an empty cache: no image, no store, no CRIU of our own. Each line has its own reason and a way out."""
     code = "import json, msgspec; from belayer.sandbox import probe; print(json.dumps(msgspec.to_builtins(probe())))"
     environment = {**os.environ, "BELAYER_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin", "BELAYER_CRIU": ""}
+    environment.pop("BELAYER_STORE", None)
     source = str(Path(__file__).parents[2] / "src")
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -82,7 +82,7 @@ def test_slots_that_died_are_not_used(tmp_path):
             box = await manager.create("s")
             manifest = await box.checkpoint(action=1)
             await eventually("there are spare slots", lambda: _ready(manager))
-            slots = list(manager._slots._spare)
+            slots = list(manager.ground.slots._spare)
             spare = [slot.cgroup for slot in slots]
             for cgroup in spare:
                 assert cgroup is not None
@@ -99,7 +99,7 @@ def test_slots_that_died_are_not_used(tmp_path):
 
 
 async def _ready(manager) -> bool:
-    spare = manager._slots._spare
+    spare = manager.ground.slots._spare
     return len(spare) == 2 and all(slot.cgroup.pids() for slot in spare)
 
 

@@ -319,6 +319,7 @@ def test_a_folder_that_was_tampered_with_ends_the_restore(tmp_path, monkeypatch)
                 written.extend((awake, os.fstat(awake).st_size))
                 return place
 
+            manager.ground.ahead.drop("s")  # so that one is made now
             monkeypatch.setattr(manager._places, "prepare", tampering)
             with pytest.raises(RestoreFailed, match="tampered with the folder"):
                 await manager.restore("s", manifest.id)

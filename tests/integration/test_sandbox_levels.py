@@ -15,7 +15,7 @@ from tests.sandbox_kit import State, eventually, kill_init, overlay_store, proce
 
 from belayer import events
 from belayer.errors import CheckpointRefused, CheckpointUnfit
-from belayer.ownership import cache_dir
+from belayer.ownership import cache_dir, store_dir
 from belayer.ownership.labels import mounts_below
 from belayer.sandbox import Sandbox, Sandboxes
 
@@ -230,7 +230,7 @@ asyncio.run(main(*sys.argv[1:]))
     environment = {**os.environ, "BELAYER_CACHE": str(cache), "PATH": "/usr/bin:/bin", "BELAYER_CRIU": ""}
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path / "run"), str(cache_dir() / "store")],
+        [sys.executable, str(program), str(tmp_path / "run"), str(store_dir())],
         check=False,
         env={**environment, "PYTHONPATH": f"{root / 'src'}:{root}"},
         capture_output=True,

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from belayer.errors import ConfigError
+from belayer.sandbox.setup import separate_store
 from belayer.versions import versions
 
 PACKAGE = "belayer_benchmarks"
@@ -48,6 +49,7 @@ def bench_command(name: str, *, quick: bool, json_path: Path | None, **options: 
     if name not in known:
         raise ConfigError(f"no benchmark {name}", next_step=f"choose one of: {', '.join(known)}")
     module = _load(folder, name)
+    separate_store("store-bench")
     given = {key: value for key, value in options.items() if value is not None}
     if unknown := given.keys() - inspect.signature(module.bench).parameters.keys():
         raise ConfigError(f"the benchmark {name} has no option {', '.join(f'--{key}' for key in sorted(unknown))}")

@@ -40,6 +40,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "belayer"
 
 
+def store_dir() -> Path:
+    """Folder of the sandbox store where nothing else is configured: `$BELAYER_STORE`, else `store` in the cache."""
+    chosen = os.environ.get("BELAYER_STORE")
+    return Path(chosen) if chosen else cache_dir() / "store"
+
+
 class RunLabel:
     """A live label: owns `dir` and `shm`, and the lock that proves that this run is alive.
 

@@ -53,6 +53,7 @@ class Checkpoints:
         running: Callable[[], Mapping[str, Sandbox]],
         sink: events.EventSink,
         levels: Levels | None = None,
+        published: Callable[[Sandbox, Manifest], None] = lambda sandbox, manifest: None,
     ) -> None:
         self.levels = levels or Levels(config.allow_level)
         self.data = data
@@ -63,6 +64,7 @@ class Checkpoints:
         self._chore = chore
         self._durable = durable
         self._running = running
+        self._published = published
         self._sink = sink
         self._loop = asyncio.get_running_loop()
         self.turns = Turns(at_once=config.max_dumps)
@@ -280,6 +282,7 @@ class Checkpoints:
             self._emit(manifest, events.CHECKPOINT_LEVEL, id=checkpoint_id, level=level, reason=reason, lost=list(lost))
         if self._durable:
             self.writer.submit(manifest)
+        self._published(sandbox, manifest)
         self.collect()
         return manifest
 

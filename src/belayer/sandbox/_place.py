@@ -43,11 +43,14 @@ class Places:
 
         Raises `StorageFull`.
         """
-        key = f"{safe_name(name)}-{generation}"
+        return self.make(f"{safe_name(name)}-{generation}", source, generation)
+
+    def make(self, key: str, source: Path, generation: int = 0) -> Place:
+        """`prepare`, under a name of the caller's choice; a place that is made ahead has no generation yet."""
         place = Place(self.roots, key, self.label, generation, self._store.trees)
         try:
             self._store.check_room()
-            with storage_errors(f"no room for a root of sandbox {name}"):
+            with storage_errors(f"no room for the root {key} of a sandbox"):
                 self._store.trees.make_root(source, place.tree, self.disk_bytes)
                 place.agent.mkdir()
                 self._store.trees.clone_file(self._init, place.agent / "init", 0o755)

@@ -25,19 +25,17 @@ FREE_SPACE_TIMEOUT_S = 10.0
 
 async def restore(boxes: Sandboxes, name: str, checkpoint_id: str) -> Sandbox:
     """What `Sandboxes.restore` does, with the checkpoint pinned."""
-    boxes.restoring += 1
     try:
-        return await _restore(boxes, name, checkpoint_id)
+        with boxes.ground.restoring():
+            return await _restore(boxes, name, checkpoint_id)
     except StorageFull:
         if boxes.running(name) is None:
             raise
-    finally:
-        boxes.restoring -= 1
     # the container that is to be replaced may itself be what fills the store: remove it, and wait for its space
     await boxes.retire_name(name)
     deadline = time.monotonic() + FREE_SPACE_TIMEOUT_S
     while True:
-        await boxes.chores_done()
+        await boxes.chores.done()
         await asyncio.to_thread(boxes.store.trees.settle)
         try:
             return await _restore(boxes, name, checkpoint_id)
@@ -56,7 +54,8 @@ async def _restore(boxes: Sandboxes, name: str, checkpoint_id: str) -> Sandbox:
         # reading the images takes as long as making the root: side by side
         checked = asyncio.create_task(asyncio.to_thread(boxes.checkpoints.verify, manifest))
         try:
-            async with boxes.new_place(name, boxes.checkpoints.data.snapshots / manifest.id) as (place, slot):
+            source = boxes.checkpoints.data.snapshots / manifest.id
+            async with boxes.new_place(name, source, manifest.id) as (place, slot):
                 clock.lap("root_s")
                 folder = await checked
                 clock.lap("verify_s")

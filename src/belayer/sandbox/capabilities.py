@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from belayer.errors import BelayerError, SandboxUnavailable
-from belayer.ownership import RunLabel, cache_dir
+from belayer.ownership import RunLabel, cache_dir, store_dir
 from belayer.sandbox import _btrfs, _cgroup, _loop, criu, images, podman
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._native import native_program
@@ -272,7 +272,7 @@ def _limits_in_force(folders: list[Path]) -> set[str]:
 
 def _btrfs_store(label: RunLabel) -> Capability:
     how = f"{SETUP} installs btrfs-progs; the kernel needs btrfs and loop devices"
-    folder = cache_dir() / "store"
+    folder = store_dir()
     try:
         if "btrfs" not in existing_kinds(folder):
             return Capability(BTRFS, True, f"not made yet; {_try_scratch_btrfs(label)}", how)
@@ -288,7 +288,7 @@ def _btrfs_store(label: RunLabel) -> Capability:
 
 def _overlay_store() -> Capability:
     how = "the kernel needs overlayfs; ext4, XFS and tmpfs can hold such a store"
-    folder = cache_dir() / "store"
+    folder = store_dir()
     made = "overlay" in existing_kinds(folder)
     try:
         check_overlay(_existing(folder))
@@ -334,7 +334,7 @@ def _image_name() -> str:
 
 def _image() -> Capability:
     """The base image, in the store that `auto` takes."""
-    kinds = existing_kinds(cache_dir() / "store")
+    kinds = existing_kinds(store_dir())
     if not kinds:
         return Capability(_image_name(), False, "not made: there is no store yet", SETUP, required=True)
     try:

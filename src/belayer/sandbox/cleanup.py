@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from belayer.errors import SandboxUnavailable
-from belayer.ownership import cache_dir
+from belayer.ownership import store_dir
 from belayer.sandbox import _data, images
 from belayer.sandbox.criu import forget_kernel_features
 from belayer.sandbox.store import Store, existing_kinds, unmount_unused
@@ -19,7 +19,7 @@ def reap(store_folder: Path | None = None) -> list[str]:
     """
     done = _data.settle()
     forget_kernel_features()
-    folder = (store_folder or cache_dir() / "store").absolute()
+    folder = (store_folder or store_dir()).absolute()
     for kind in existing_kinds(folder):
         try:
             store = Store.open(folder, kind=kind)

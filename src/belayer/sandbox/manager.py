@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from belayer import events as names
 from belayer.checkpoint.manifest import Manifest, ProcessState
@@ -23,6 +21,8 @@ from belayer.faults import failpoints
 from belayer.ownership import RunLabel
 from belayer.sandbox import _cgroup, _data, _forks, _health, _restores, criu, images, podman
 from belayer.sandbox._checkpoints import Checkpoints
+from belayer.sandbox._chores import Chores
+from belayer.sandbox._ground import Ground
 from belayer.sandbox._keeper import Keeper
 from belayer.sandbox._levels import Levels, restored_from
 from belayer.sandbox._lower import SHELL_FILE
@@ -31,13 +31,11 @@ from belayer.sandbox._place import Place, Places
 from belayer.sandbox._runtime import HOSTNAME, NativeRuntime, Runtime
 from belayer.sandbox._session import Session
 from belayer.sandbox._shell_state import load_shell
-from belayer.sandbox._slots import Slot, Slots
+from belayer.sandbox._slots import Slot
 from belayer.sandbox.container import Sandbox
 from belayer.sandbox.images import Image
 from belayer.sandbox.store import Store
 
-FREE_SPACE_TIMEOUT_S = 10.0
-REMOVAL_WAITS_S = 2.0  # at most, for restores to end
 ANSWER_TIMEOUT_S = 5.0  # first answer of a new or restored init
 
 
@@ -62,24 +60,23 @@ class Sandboxes:
         self._places = places
         self.sink = sink
         self._closed = False
-        self._chores: set[asyncio.Task[None]] = set()
+        self.chores = Chores(sink)
         self._sandboxes: dict[str, Sandbox] = {}
         self._generations: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._keeper = self._start_keeper()
-        limits = places.limits if config.runtime == "native" else None  # podman makes its own cgroups
-        self._slots = Slots(label.name, lambda: self._keeper, limits=limits)
-        self.restoring = 0  # removals wait for them
         self.runtime = _runtime_of(config, label, lambda: self._keeper)
+        self.ground = Ground(places, store, self.runtime, lambda: self._keeper, self.chores, lambda: self.dumping > 0)
         self.checkpoints = Checkpoints(
             data,
             self.runtime,
             config,
-            self._chore,
+            self.chores.do,
             durable=durable,
             running=lambda: self._sandboxes,
             sink=sink,
             levels=levels,
+            published=self._published,
         )
         self._generations.update(self.checkpoints.generations())
 
@@ -191,6 +188,7 @@ class Sandboxes:
         """Remove a sandbox and all its checkpoints."""
         async with self.lock_of(name):
             await self.retire_name(name)
+            self.ground.ahead.drop(name)
             await self.checkpoints.forget(name)
         self._locks.pop(name, None)
 
@@ -202,15 +200,15 @@ class Sandboxes:
         if self._closed:
             return
         self._closed = True
+        self.ground.hurry()
         for sandbox in list(self._sandboxes.values()):
             await self.retire(sandbox)
-        while self._chores:
-            await asyncio.gather(*self._chores, return_exceptions=True)
+        await self.chores.end()
         failures: list[Exception] = []
         # each of these whatever happened to the ones before. The keeper shares our lock on the store and unmounts it if
         # nobody else uses it, so it goes when nothing of ours is in the store any more
         for step in (
-            self._slots.close,
+            self.ground.close,
             self.runtime.close,
             lambda: asyncio.to_thread(self._places.remove),
             lambda: asyncio.to_thread(self.checkpoints.drain),
@@ -240,22 +238,16 @@ class Sandboxes:
             return
         place = sandbox.end()
         await asyncio.shield(asyncio.to_thread(place.cgroup.kill))
-        self._in_background(self._remove_later(place))
+        self.chores.start(self.ground.remove_later(place))
 
-    async def _remove_later(self, place: Place) -> None:
-        """Not beside a restore: what it waits for is what the removal keeps busy."""
-        end = time.monotonic() + REMOVAL_WAITS_S
-        while self.restoring and not self._closed and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        await self._tried(self._remove, place)
+    def _published(self, sandbox: Sandbox, manifest: Manifest) -> None:
+        source = self.checkpoints.data.snapshots / manifest.id
+        self.ground.ahead.want(sandbox.name, manifest.id, source, sandbox.processes)
 
     # -- for `_restores`, and inside -----------------------------------------------------------------------------------
     @asynccontextmanager
-    async def new_place(self, name: str, source: Path) -> AsyncIterator[tuple[Place, Slot]]:
-        """The place of the next generation of `name` and a slot for it.
-
-        When the body fails or is cancelled, whatever was made in that place is killed and removed.
-        """
+    async def new_place(self, name: str, source: Path, checkpoint: str = "") -> AsyncIterator[tuple[Place, Slot]]:
+        """The ground of the next generation of `name`; see `Ground.taken`."""
         if self._closed:
             raise SandboxError("this run's sandboxes are closed")
         if len(self._sandboxes.keys() - {name}) >= self.config.max_running:
@@ -263,37 +255,8 @@ class Sandboxes:
                 f"sandbox {name}: {len(self._sandboxes)} are running already", next_step="raise sandbox.max_running"
             )
         generation = self._generations[name] = self._generations.get(name, 0) + 1
-        taken = asyncio.create_task(self._slots.take())
-        made = asyncio.create_task(asyncio.to_thread(self._places.prepare, name, generation, source))
-        adopted = False
-        try:
-            place, slot = await asyncio.shield(made), await asyncio.shield(taken)
-            if slot.cgroup is None:
-                await asyncio.to_thread(place.cgroup.make, **self._places.limits)
-            else:
-                place.cgroup, adopted = slot.cgroup, True
+        async with self.ground.taken(name, generation, source, checkpoint) as (place, slot):
             yield place, slot
-        except BaseException:
-            # also when we are being cancelled: a half-made container must not stay
-            await asyncio.shield(self._let_go(taken, adopted))
-            await asyncio.shield(self._abandon(made))
-            raise
-        await asyncio.shield(self._let_go(taken, adopted))
-
-    async def _let_go(self, taken: asyncio.Task[Slot], adopted: bool) -> None:
-        slot = (await asyncio.gather(taken, return_exceptions=True))[0]
-        if isinstance(slot, Slot):
-            await (slot.close() if adopted else slot.discard())
-
-    async def _abandon(self, made: asyncio.Task[Place]) -> None:
-        place = (await asyncio.gather(made, return_exceptions=True))[0]
-        if isinstance(place, Place):
-            await asyncio.to_thread(self._remove, place)
-
-    def _remove(self, place: Place) -> None:
-        place.cgroup.kill()
-        self.runtime.remove(place)
-        place.remove()
 
     async def activate(
         self,
@@ -375,27 +338,7 @@ class Sandboxes:
         for sandbox in self._sandboxes.values():
             sandbox.condemn("the keeper of this run died")
         self._keeper = self._start_keeper()
-        self._in_background(self._slots.renew())
-
-    def _chore(self, work: Callable[..., object], *args: Any) -> None:
-        self._in_background(self._tried(work, *args))
-
-    async def _tried(self, work: Callable[..., object], *args: Any) -> None:
-        try:
-            await asyncio.to_thread(work, *args)
-        except OSError as error:
-            # a leftover is found again by its label; it must not fail a rollout that is already over
-            data = {"fault": "clean-up", "how": str(error)}
-            self.sink(Event(kind=names.FAULT_DETECTED, subject="sandbox", data=data))
-
-    async def chores_done(self) -> None:
-        """Wait for what is being removed just now."""
-        await asyncio.gather(*self._chores, return_exceptions=True)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+        self.chores.start(self.ground.slots.renew())
 
     def lock_of(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from belayer.errors import SandboxUnavailable, StorageFull
-from belayer.ownership import cache_dir, labels
+from belayer.ownership import labels, store_dir
 from belayer.sandbox import _btrfs, _loop
 from belayer.sandbox._overlay import FOLDER as OVERLAY
 from belayer.sandbox._overlay import OverlayTrees, check_overlay
@@ -88,13 +88,13 @@ class Store:
         durable: bool = True,
         kind: Literal["auto"] | StoreKind = "auto",
     ) -> Store:
-        """Open (and first make) the store in `folder`, default `<cache>/store`; `size` bytes where a file is made.
+        """Open (and first make) the store in `folder`, by default `store_dir()`; `size` bytes where a file is made.
 
         A store file that nobody opened as `durable` may be damaged by a power failure while it is in use. `auto` takes
         an overlay store only where no btrfs store can be made; the two do not see each other's images and snapshots.
         Raises `SandboxUnavailable` with the reason when this host cannot have one.
         """
-        folder = (folder or cache_dir() / "store").absolute()
+        folder = (folder or store_dir()).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         if kind == "overlay":
             store = cls._open_overlay(folder)
