@@ -167,6 +167,9 @@ class RunConfig(_Section):
         default="keep",
         description="Tool outputs of acknowledged rollouts: kept, moved to compressed files, or deleted.",
     )
+    segment_bytes: int = Field(
+        default=64 << 20, ge=4096, description="Size of a journal segment; retention goes over those that are full."
+    )
 
 
 class TrainConfig(_Section):
