@@ -13,7 +13,7 @@ from tests.sandbox_kit import eventually, sandboxes, shell
 
 from belayer import events
 from belayer.errors import CheckpointRefused, CheckpointRefusedForNow
-from belayer.sandbox import _cgroup, _checkpoints
+from belayer.sandbox import _capture, _cgroup
 
 pytestmark = [pytest.mark.integration, needs_sandboxes]
 
@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 def test_what_passes_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(_checkpoints, "RETRY_AFTER_S", 1.0)
+    monkeypatch.setattr(_capture, "RETRY_AFTER_S", 1.0)
     seen: list[events.Event] = []
     tell: list[Path] = []
 
