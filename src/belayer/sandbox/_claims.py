@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from belayer.errors import RunInUse
+from belayer.sandbox import _memory
 from belayer.sandbox.store import remove_tree
 
 _NEW, _DEAD = ".new-", ".dead-"
@@ -75,7 +76,7 @@ def claimed_folders(parent: Path, wanted: Callable[[str], bool] = lambda name: T
             if entry.name.startswith((_NEW, _DEAD)):
                 with suppress(FileNotFoundError):
                     if time.time() - entry.stat().st_mtime > _STALE_S:
-                        remove_tree(entry)
+                        _remove(entry)
             elif wanted(entry.name) and entry.is_dir():
                 found.append(entry)
     return found
@@ -140,4 +141,12 @@ def _delete(folder: Path) -> None:
         if error.errno != errno.ENOSPC:
             raise
         gone = folder  # a full store: what takes no space, deleting, still works, and the lock is held meanwhile
-    remove_tree(gone)
+    _remove(gone)
+
+
+def _remove(folder: Path) -> None:
+    """With the memory that is mounted in it: a version that did not know of that may have given it up."""
+    for inside in list(folder.iterdir()):
+        if os.path.ismount(inside):
+            _memory.remove(inside)
+    remove_tree(folder)
