@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from belayer.errors import RunInUse
+from belayer.ownership import labels
 from belayer.sandbox import _memory
 from belayer.sandbox.store import remove_tree
 
@@ -146,7 +147,6 @@ def _delete(folder: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """With the memory that is mounted in it: a version that did not know of that may have given it up."""
-    for inside in list(folder.iterdir()):
-        if os.path.ismount(inside):
-            _memory.remove(inside)
+    for inside in labels.mounts_below(folder):  # not `ismount`, which takes a subvolume for a mount
+        _memory.remove(Path(inside))
     remove_tree(folder)
