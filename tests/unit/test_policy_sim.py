@@ -131,7 +131,7 @@ def test_always_collapses_on_a_slow_disk_although_little_is_exposed() -> None:
 
 def test_a_cost_that_grows_with_the_bytes_is_learned() -> None:
     cost = Cost(0.5)
-    assert cost.seconds(1e9) == 0.5
+    assert cost.seconds(0.0) == pytest.approx(0.5) and 0.5 < cost.seconds(1e9) < 2.0
     rng = random.Random(1)
     for _ in range(300):
         nbytes = rng.uniform(1e6, 1e9)
@@ -140,7 +140,17 @@ def test_a_cost_that_grows_with_the_bytes_is_learned() -> None:
     plain = Cost(0.5)
     for _ in range(10):
         plain.add(0.2, 0.0)
-    assert plain.seconds(0.0) == pytest.approx(0.2)
+    assert plain.seconds(0.0) == pytest.approx(0.2, rel=0.05)
+
+
+def test_the_first_checkpoint_of_a_small_sandbox_says_little_of_large_ones() -> None:
+    """It took 0.4 s for 5 MB because the machine was busy: 60 MB do not take 5 s, and soon it is known what they take."""
+    cost = Cost(0.08)
+    cost.add(0.42, 5e6)
+    assert 0.1 < cost.seconds(60e6) < 0.6
+    for _ in range(8):
+        cost.add(0.12, 60e6)
+    assert cost.seconds(60e6) == pytest.approx(0.12, rel=0.5)
 
 
 def test_the_disk_is_as_fast_as_it_was_when_it_was_free() -> None:

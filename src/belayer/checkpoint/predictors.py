@@ -114,11 +114,17 @@ class FailureRate:
 class Cost:
     """How long a checkpoint takes: so much for itself, and so much for each byte. Learned by least squares.
 
-    The newest `size` observations count. Without sizes (bytes 0) it is their mean.
+    The newest `size` observations count, and a little also two that were never made: one of no bytes that took
+    `first_s`, and one of a gigabyte that took `GIGABYTE_S` more. They say what to expect of sizes that nobody has seen: a first checkpoint
+    of a small sandbox says nothing about one ten times as large, and who believed that it did would take no other and
+    never learn better.
     """
 
+    GIGABYTE_S = 0.7  # images in memory on two cores: CRIU, and a checksum
+    WEIGHT = 0.1  # of what was never seen
+
     def __init__(self, first_s: float, size: int = 200) -> None:
-        self._first_s = first_s
+        self._before = [(self.WEIGHT, 0.0, first_s), (self.WEIGHT, 1e9, first_s + self.GIGABYTE_S)]
         self._seen: deque[tuple[float, float]] = deque(maxlen=size)
         self._ratio = LogNormal(1.0, 0.5)  # of what it took to what was expected
 
@@ -131,15 +137,13 @@ class Cost:
         return self.seconds(nbytes) * self._ratio.quantile(z)
 
     def seconds(self, nbytes: float) -> float:
-        if not self._seen:
-            return self._first_s
-        n = len(self._seen)
-        mean_x = sum(x for x, _ in self._seen) / n
-        mean_y = sum(y for _, y in self._seen) / n
-        spread = sum((x - mean_x) ** 2 for x, _ in self._seen)
-        if spread <= 0:
-            return mean_y if mean_x <= 0 else mean_y * max(nbytes, 1.0) / mean_x
-        slope = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in self._seen) / spread)
+        """Expected, for so many bytes."""
+        points = [*self._before, *((1.0, x, y) for x, y in self._seen)]
+        weight = sum(w for w, _, _ in points)
+        mean_x = sum(w * x for w, x, _ in points) / weight
+        mean_y = sum(w * y for w, _, y in points) / weight
+        spread = sum(w * (x - mean_x) ** 2 for w, x, _ in points)
+        slope = max(0.0, sum(w * (x - mean_x) * (y - mean_y) for w, x, y in points) / spread)
         return max(1e-4, mean_y + slope * (nbytes - mean_x))
 
 
