@@ -4,10 +4,13 @@
     async with agent, protected_box() as box:
         trace = await agent.run(task, runtime=box)
 
-`base_url` may be the gateway of `belayer serve` (a session's: http://…/sessions/ID/v1). The box is a `Runtime`, so a
-task's `setup`, `finalize` and rewards act in it as in any other. verifiers' own harnesses run a program in the box that
-calls the model over the network, which the box does not have: `SandboxBash` calls it from this process, and offers the
-model one tool, `bash`, in the box. Its kinds of runtime are a closed list, so the box calls itself "docker" on traces.
+`base_url` may be the gateway of `belayer serve`. It parses no tool calls: say `tool_calls=False` then, and commands are
+blocks of text. verifiers names every rollout in `X-Session-ID`, so each is a session there.
+
+The box is a `Runtime`, so a task's `setup`, `finalize` and rewards act in it as in any other. verifiers' own harnesses
+run a program in the box that calls the model over the network, which the box does not have: `SandboxBash` calls it from
+this process, and offers the model one shell in the box. Its kinds of runtime are a closed list, so the box calls itself
+"docker" on traces.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 from belayer.errors import BelayerError
-from belayer.integrations._bash_tool import BASH_TOOL
+from belayer.integrations._bash_tool import BASH_TOOL, TEXT_INSTRUCTIONS, command_in
 from belayer.integrations._extras import missing
 from belayer.integrations._host import ProtectedHost, shared_host
 from belayer.integrations._protected import ProtectedSandbox
@@ -112,11 +115,15 @@ class BelayerRuntime(Runtime):
 
 
 class SandboxBash(Harness[HarnessConfig]):
-    """A chat loop in this process with one tool, `bash`, in the box. Every model call goes through verifiers."""
+    """A chat loop in this process with a shell in the box. Every model call goes through verifiers.
+
+    With `tool_calls` the shell is the tool `bash`; without, the model writes commands as blocks of text.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
     NEEDS_CONTAINER = False
+    tool_calls = True
 
     async def launch(
         self,
@@ -131,6 +138,9 @@ class SandboxBash(Harness[HarnessConfig]):
         if not isinstance(runtime, BelayerRuntime):
             raise TypeError("this harness needs a protected box: agent.run(task, runtime=box)")
         system, prompt = self.resolve_prompt(data)
+        if not self.tool_calls:
+            system = "\n\n".join(part for part in (system, TEXT_INSTRUCTIONS) if part)
+        offered: dict[str, Any] = {"tools": [BASH_TOOL]} if self.tool_calls else {}
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
@@ -139,16 +149,19 @@ class SandboxBash(Harness[HarnessConfig]):
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             while True:
                 try:
-                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, tools=[BASH_TOOL])
+                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, **offered)
                 except OpenAIError as error:  # also how verifiers ends a rollout that has reached a limit
                     return ProgramResult(exit_code=1, stdout="", stderr=str(error))
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
-                if not message.tool_calls:
+                if self.tool_calls:
+                    for call in message.tool_calls or ():
+                        said = await self._call(runtime, call)
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+                elif (command := command_in(message.content or "")) is not None:
+                    messages.append({"role": "user", "content": await self._run(runtime, command)})
+                if messages[-1]["role"] == "assistant":
                     return ProgramResult(exit_code=0, stdout=message.content or "", stderr="")
-                for call in message.tool_calls:
-                    said = await self._call(runtime, call)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
 
     async def _call(self, runtime: BelayerRuntime, call: Any) -> str:
         try:
@@ -157,16 +170,23 @@ class SandboxBash(Harness[HarnessConfig]):
             return 'error: bash takes {"command": "…"}'
         if call.function.name != "bash" or not isinstance(command, str):
             return f"error: there is one tool, bash, and not {call.function.name}"
+        return await self._run(runtime, command)
+
+    async def _run(self, runtime: BelayerRuntime, command: str) -> str:
         result = await runtime.bash(command, self.config.tool_timeout)
         if result.exit_code == 0:
             return result.text
         return f"{result.text}\n[{'timeout' if result.timed_out else f'exit code {_code(result)}'}]"
 
 
-def protected_agent(config: Any, **options: Any) -> Any:
-    """verifiers' `Agent` with the harness `SandboxBash`; give its `run` a box."""
+def protected_agent(config: Any, *, tool_calls: bool = True, **options: Any) -> Any:
+    """verifiers' `Agent` with the harness `SandboxBash`; give its `run` a box.
+
+    `tool_calls=False` for servers that parse none: the model writes commands as blocks of text.
+    """
     agent = Agent(config, **options)
     agent.harness = SandboxBash(HarnessConfig(id="bash", **_kept(config.harness)))
+    agent.harness.tool_calls = tool_calls
     return agent
 
 
