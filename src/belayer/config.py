@@ -59,7 +59,9 @@ class EngineConfig(_Section):
         default=120.0, gt=0, description="Deadline of a weights update; past it the old version serves on."
     )
     scrub_s: float = Field(
-        default=30.0, gt=0, description="How often the shadow checks that the weights still have their digest."
+        default=30.0,
+        gt=0,
+        description="How often the shadow checks the weights' digest; rarer where that would take 0.5% of a core.",
     )
     adopt_sealed_blocks: bool = Field(
         default=False,

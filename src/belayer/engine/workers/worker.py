@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from belayer.engine.backends import Backend
 
 VERIFIED_AT_ONCE = 64 << 20  # weights up to this many bytes are read again at a promotion: some 5 ms
+SCRUB_PAUSE = 200  # times a scrub's processor time until the next, at least: large weights cost 0.5 % of a core
 
 
 class Worker:
@@ -71,6 +72,7 @@ class Worker:
         self.spec = spec
         self._slots: list[int] = []
         self._standing_by = True  # until it maps an arena
+        self._scrub_pause_s = spec.scrub_s
         self._epoch: Epoch | None = None
         self._seals: Region | None = None
         self._phases: dict[str, float] = {}
@@ -187,13 +189,15 @@ class Worker:
     def _scrub(self) -> None:
         """Look for damaged weights while there is nothing else to do."""
         assert self._epoch is not None
+        began = time.thread_time()
         if (damage := self._damage(self.layout, self._epoch)) is not None:
             self._send(Damaged(self.spec.generation, self._epoch.number, damage))
+        self._scrub_pause_s = max(self.spec.scrub_s, SCRUB_PAUSE * (time.thread_time() - began))
 
     def run(self) -> None:
         messages: Unpacker[ToWorker] = Unpacker(ToWorker)
         while True:
-            wait = 0 if self.engine.busy else self.spec.scrub_s if self._standing_by else None
+            wait = 0 if self.engine.busy else self._scrub_pause_s if self._standing_by else None
             readable = select.select([self._channel], [], [], wait)[0]
             if not readable and self._standing_by:
                 self._scrub()
