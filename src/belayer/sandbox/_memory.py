@@ -9,6 +9,7 @@ lives as long as that: killing the run's process leaves it, and whoever clears a
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from belayer.sandbox import _loop
@@ -40,7 +41,8 @@ def remove(folder: Path) -> None:
     for entry in list(folder.iterdir()):
         remove_tree(entry)
     if os.path.ismount(folder):
-        _loop.unmount(folder, lazily=True)
+        with suppress(OSError):  # somebody else was faster
+            _loop.unmount(folder, lazily=True)
 
 
 def free_bytes(folder: Path) -> int:
@@ -55,4 +57,4 @@ def free_bytes(folder: Path) -> int:
         if os.path.ismount(other):
             found = os.statvfs(other)
             free -= (found.f_blocks - found.f_bfree) * found.f_frsize
-    return min(free, here.f_bavail * here.f_frsize)
+    return max(0, min(free, here.f_bavail * here.f_frsize))

@@ -98,6 +98,7 @@ class Slots:
         self._size = size
         self._made = 0
         self._spare: list[Slot] = []
+        self._coming: list[asyncio.Task[Slot]] = []  # that somebody has said they will take
         self._refill: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -110,13 +111,36 @@ class Slots:
                 await slot.discard()
                 slot = None
         if slot is None:
-            slot = await self._make()
+            slot = await self._next_coming() or await self._make()
         if not self._closed and (self._refill is None or self._refill.done()):
             self._refill = asyncio.create_task(self._fill())
         return slot
 
+    def expect(self, n: int) -> None:
+        """Begin to make what is missing for `n` that will be taken in a moment."""
+        for _ in range(n - len(self._spare) - len(self._coming) if not self._closed else 0):
+            self._coming.append(asyncio.create_task(self._make()))
+
+    async def _next_coming(self) -> Slot | None:
+        while self._coming:
+            task = self._coming.pop()
+            try:
+                slot = await asyncio.shield(task)
+            except SandboxUnavailable:
+                continue  # whoever makes one now will say why
+            except asyncio.CancelledError:
+                self._coming.append(task)
+                raise
+            if slot.good:
+                return slot
+            await slot.discard()
+        return None
+
     async def renew(self) -> None:
         """Throw the spare ones away: their keeper is gone."""
+        coming, self._coming = self._coming, []
+        made = await asyncio.gather(*coming, return_exceptions=True)
+        self._spare += [slot for slot in made if isinstance(slot, Slot)]
         spare, self._spare = self._spare, []
         for slot in spare:
             await slot.discard()
