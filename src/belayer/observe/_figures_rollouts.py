@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import math
 
-from belayer.observe._figures import how_class
+from belayer.observe._figure import Figure, drawn, not_drawn
+from belayer.observe._figures_faults import how_class
 from belayer.observe._history import History, Life, Span
 from belayer.observe._markup import Markup, join, tag
-from belayer.observe._plot import (
-    WIDTH,
-    Data,
-    Figure,
-    Scale,
-    box,
-    cross,
-    drawing,
-    label,
-    legend,
-    line,
-    ticks,
-    time_label,
-    time_ticks,
-)
+from belayer.observe._plot import WIDTH, Scale, box, cross, label, line, ticks, time_label, time_ticks
 from belayer.observe._values import count, duration
 
 _LEFT, _RIGHT = 98.0, 14.0
@@ -35,7 +22,7 @@ def checkpoints_figure(run: History) -> Figure:
     spans = run.checkpoints
     wall = math.fsum(span.end - span.start for span in spans)
     if not spans or wall <= 0:
-        return Figure("checkpoints", question, "", None, "this run took no checkpoint.")
+        return not_drawn("checkpoints", question, "this run took no checkpoint.")
     exposed = math.fsum(min(span.exposed_s, span.end - span.start) for span in spans)
     length = max(run.length, 1e-6)
     bins = _BINS
@@ -82,14 +69,17 @@ def checkpoints_figure(run: History) -> Figure:
     ]
     title = f"{len(spans)} checkpoints, {1 - exposed / wall:.1%} of their time hidden"
     entries = (("hidden", "hidden under generation"), ("exposed", "exposed: a rollout waited"))
-    return Figure(
+    return drawn(
         "checkpoints",
         question,
-        reading,
-        drawing(206, title, join(parts)),
-        legend=legend(*entries),
         answer=answer,
-        data=Data(("rollout", "what", "start_s", "wall_s", "exposed_s"), rows),
+        reading=reading,
+        parts=parts,
+        height=206,
+        title=title,
+        entries=entries,
+        columns=("rollout", "what", "start_s", "wall_s", "exposed_s"),
+        rows=rows,
     )
 
 
@@ -98,7 +88,7 @@ def lanes_figure(run: History) -> Figure:
     question = "What did each rollout do while things broke?"
     window = _window(run)
     if window is None:
-        return Figure("lanes", question, "", None, "no step of this run reported its length and its rollouts' work.")
+        return not_drawn("lanes", question, "no step of this run reported its length and its rollouts' work.")
     step, begin, end = window
     spans: dict[str, list[Span]] = {}
     for span in run.spans:
@@ -170,14 +160,17 @@ def lanes_figure(run: History) -> Figure:
         for name in rollouts
         for span in spans.get(name, [])
     ]
-    return Figure(
+    return drawn(
         "lanes",
         question,
-        reading,
-        drawing(bottom + 28, title, join(parts)),
-        legend=legend(*entries),
         answer=answer,
-        data=Data(("rollout", "kind", "what", "start_s", "wall_s"), rows),
+        reading=reading,
+        parts=parts,
+        height=bottom + 28,
+        title=title,
+        entries=entries,
+        columns=("rollout", "kind", "what", "start_s", "wall_s"),
+        rows=rows,
     )
 
 

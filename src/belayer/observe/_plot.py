@@ -2,68 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import quote
 
-from belayer.observe._markup import Markup, join, tag
+from belayer.observe._markup import Markup, tag
 
 WIDTH = 960.0
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """What a figure was drawn from, as a table: names of the columns, then the rows."""
-
-    columns: tuple[str, ...]
-    rows: list[tuple[object, ...]]
-
-    def link(self, name: str) -> Markup:
-        """A link that saves the table as CSV; the table is in the link."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self.rows)
-        address = "data:text/csv;charset=utf-8," + quote(text.getvalue().encode("utf-8", "replace"))
-        rows = f"{len(self.rows)} row{'' if len(self.rows) == 1 else 's'}"
-        link = tag("a", f"{name}.csv", href=address, download=f"{name}.csv")
-        return tag("p", "Source data: ", link, f" ({rows}: {', '.join(self.columns)})", class_="data")
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure: its question, the answer that the data gives, how to read it, the drawing, and the data itself.
-
-    Without a `body` it says in `missing` why nothing is drawn.
-    """
-
-    name: str
-    question: str
-    reading: str
-    body: Markup | None
-    missing: str = ""
-    legend: Markup | None = None
-    answer: str = ""
-    data: Data | None = None
-
-    def render(self) -> Markup:
-        inside: Markup
-        if self.body is None:
-            inside = tag("p", tag("strong", "Not drawn: "), self.missing, class_="missing")
-        else:
-            inside = join(
-                [
-                    tag("p", self.answer, class_="answer") if self.answer else None,
-                    tag("p", self.reading, class_="reading"),
-                    self.legend,
-                    tag("div", self.body, class_="scroll"),
-                    self.data.link(self.name) if self.data is not None else None,
-                ]
-            )
-        return tag("section", tag("h2", self.question), inside, id=self.name, class_="figure")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from belayer.files import write_atomically
-from belayer.observe._figures import groups_of, phase_names, phases_figure, reward_figure, timeline_figure
+from belayer.observe._figure_reward import reward_figure
+from belayer.observe._figures_faults import groups_of, phase_names, phases_figure, timeline_figure
 from belayer.observe._figures_rollouts import checkpoints_figure, lanes_figure
 from belayer.observe._history import History, history_of
 from belayer.observe._markup import Markup, join, tag

@@ -1,131 +1,48 @@
-"""Figures of training and of faults: the reward curve, the timeline, and where a recovery's time goes."""
+"""Figures of faults: what broke when, and where the time of a recovery goes."""
 
 from __future__ import annotations
 
-from collections import Counter
-
+from belayer.observe._figure import Figure, drawn, not_drawn
 from belayer.observe._history import Done, Fault, History, ready_periods
 from belayer.observe._markup import Markup, join, tag
 from belayer.observe._plot import (
     WIDTH,
-    Data,
-    Figure,
     Scale,
     box,
     cross,
-    drawing,
     label,
-    legend,
     line,
     log_scale,
-    polyline,
-    ticks,
     time_label,
     time_ticks,
 )
 from belayer.observe._values import count, duration, phase_label, quantile
 from belayer.observe.summary import Recovery
 
-_LEFT, _RIGHT = 64.0, 14.0
-_SERVING = frozenset({"serving"})
+_LEFT, _RIGHT = 98.0, 14.0
 _STANDING_BY = frozenset({"ready"})
-
-
-def reward_figure(run: History, reference: History | None, why_no_reference: str) -> Figure:
-    """Reward against step, with and without faults; the rug below shows where faults fell."""
-    curve = [(step.step, step.reward) for step in run.steps if step.reward is not None]
-    other = [(step.step, step.reward) for step in reference.steps if step.reward is not None] if reference else []
-    question = "Does training learn the same with faults as without?"
-    if not curve:
-        return Figure("reward", question, "", None, "no step of this run reported a mean reward.")
-    both = dict(other)
-    shared = [(step, reward, both[step]) for step, reward in curve if step in both]
-    same = sum(1 for _, mine, theirs in shared if mine == theirs)
-    if not reference:
-        answer = "Not known: there is no run without faults to compare with."
-    elif not shared:
-        answer = "Not known: the two runs have no step in common."
-    elif same == len(shared):
-        answer = f"Yes: mean reward is exactly equal in all {same} steps that both runs did."
-    else:
-        worst = max(abs(mine - theirs) for _, mine, theirs in shared)
-        answer = (
-            f"Not exactly: mean reward is equal in {same} of the {len(shared)} steps that both runs did, and at most "
-            f"{worst:.3f} apart in the others."
-        )
-    reading = (
-        "Mean reward of each optimiser step. The thin line is this run; the wide pale band under it is the same seed "
-        "without faults, so a line inside the band means that they agree."
-        if reference
-        else f"Mean reward of each optimiser step. There is no curve without faults: {why_no_reference}"
-    )
-    values = [reward for _, reward in curve + other]
-    low, high = min(0.0, *values), max(values)
-    high = 1.0 if 0.5 < high <= 1.0 else high
-    if high == low:
-        high = low + 1
-    top, bottom = 14.0, 262.0
-    first, last = min(step for step, _ in curve + other), max(step for step, _ in curve + other)
-    x = Scale(first, last, _LEFT, WIDTH - _RIGHT)
-    y = Scale(low, high, bottom, top)
-    parts: list[Markup] = []
-    for tick in ticks(low, high, 5):
-        parts += [line(_LEFT, y(tick), WIDTH - _RIGHT, y(tick), "grid")]
-        parts += [label(_LEFT - 8, y(tick) + 4, f"{tick:g}", anchor="end")]
-    for tick in ticks(first, last, 10):
-        if tick == int(tick):
-            parts += [label(x(tick), bottom + 46, f"{tick:g}", anchor="middle")]
-    parts.append(label(_LEFT - 14, bottom + 46, "step", anchor="end"))
-    parts.append(label(_LEFT - 14, bottom + 24, "faults", anchor="end"))
-    if other:
-        parts.append(polyline([(x(step), y(reward)) for step, reward in other], "reference"))
-    parts.append(polyline([(x(step), y(reward)) for step, reward in curve], "run"))
-    for step, reward in curve:
-        note = f"step {step}: {reward:.3f}" + (f" (without faults {both[step]:.3f})" if step in both else "")
-        parts.append(tag("circle", tag("title", note), cx=x(step), cy=y(reward), r=2.6, class_="run-dot"))
-    hit = _faults_by_step(run)
-    rows: list[tuple[object, ...]] = [
-        (step, reward, both.get(step, ""), hit[step].total() if step in hit else 0) for step, reward in curve
-    ]
-    for step, kinds in sorted(hit.items()):
-        note = f"step {step}: " + ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items()))
-        size = min(6.0, 2.2 + kinds.total())
-        parts.append(cross(x(step), bottom + 20, size, "fault", note))
-    entries = [("run", "this run"), ("reference", "same seed, no faults"), ("fault", "step with faults (larger: more)")]
-    if not other:
-        del entries[1]
-    title = f"Mean reward from {curve[0][1]:.2f} at step {curve[0][0]} to {curve[-1][1]:.2f} at step {curve[-1][0]}"
-    return Figure(
-        "reward",
-        question,
-        reading,
-        drawing(318, title, join(parts)),
-        legend=legend(*entries),
-        answer=answer,
-        data=Data(("step", "reward_mean", "reward_mean_without_faults", "faults"), rows),
-    )
-
-
-def _faults_by_step(run: History) -> dict[int, Counter[str]]:
-    found: dict[int, Counter[str]] = {}
-    ends = [(step.end, step.step) for step in run.steps]
-    for fault in run.faults:
-        step = next((number for end, number in ends if fault.x <= end), None)
-        if step is not None:
-            found.setdefault(step, Counter())[fault.fault] += 1
-    return found
+_FAULT_COLUMNS = (
+    "fault_s",
+    "fault",
+    "subject",
+    "injected",
+    "detected_s",
+    "recovery",
+    "recovered_s",
+    "recovery_total_s",
+)
 
 
 def timeline_figure(run: History) -> Figure:
     """Faults and recoveries against run time: one lane for the worker, one for the sandboxes."""
     question = "What broke when, and how long did each recovery take?"
     if not run.faults and not run.recoveries:
-        return Figure("timeline", question, "", None, "this run saw no fault.")
+        return not_drawn("timeline", question, "this run saw no fault.")
     totals = [done.recovery.total_s for done in run.recoveries if done.recovery.total_s > 0]
     low = min([1e-2, *(10.0 ** decade_of(total) for total in totals)])
     high = max([1.0, *(1.4 * total for total in totals)])
     length = max(run.length, 1e-6)
-    x = Scale(0, length, _LEFT + 34, WIDTH - _RIGHT)
+    x = Scale(0, length, _LEFT, WIDTH - _RIGHT)
     parts: list[Markup] = []
     lane_height, gap, top = 124.0, 50.0, 22.0
     lanes = ("worker", "sandbox")
@@ -156,14 +73,17 @@ def timeline_figure(run: History) -> Figure:
     ]
     if not run.shadows:
         entries.pop()
-    return Figure(
+    return drawn(
         "timeline",
         question,
-        reading,
-        drawing(bottom + 30, title, join(parts)),
-        legend=legend(*entries),
         answer=_what_broke(run),
-        data=_fault_table(run),
+        reading=reading,
+        parts=parts,
+        height=bottom + 30,
+        title=title,
+        entries=entries,
+        columns=_FAULT_COLUMNS,
+        rows=_fault_rows(run),
     )
 
 
@@ -184,7 +104,7 @@ def _what_broke(run: History) -> str:
     )
 
 
-def _fault_table(run: History) -> Data:
+def _fault_rows(run: History) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for fault in run.faults:
         answers = [done for done in run.recoveries if done.cause is fault]
@@ -205,8 +125,7 @@ def _fault_table(run: History) -> Data:
         if done.cause is None:
             one = done.recovery
             rows.append(("", one.fault or "", one.subject, False, "", one.how, f"{done.end:.6f}", f"{one.total_s:.6f}"))
-    columns = ("fault_s", "fault", "subject", "injected", "detected_s", "recovery", "recovered_s", "recovery_total_s")
-    return Data(columns, rows)
+    return rows
 
 
 def decade_of(value: float) -> int:
@@ -291,10 +210,10 @@ def phases_figure(recoveries: list[Recovery]) -> Figure:
     """The median of each phase of each kind of recovery, laid out one after the other."""
     question = "Where does a recovery spend its time?"
     if not recoveries:
-        return Figure("phases", question, "", None, "nothing had to be recovered.")
+        return not_drawn("phases", question, "nothing had to be recovered.")
     groups = {key: group for key, group in groups_of(recoveries).items() if phase_names(group)}
     if not groups:
-        return Figure("phases", question, "", None, "no recovery reported its phases.")
+        return not_drawn("phases", question, "no recovery reported its phases.")
     columns = min(2, len(groups))
     width = (WIDTH - 36 * (columns - 1)) / columns
     parts: list[Markup] = []
@@ -317,13 +236,16 @@ def phases_figure(recoveries: list[Recovery]) -> Figure:
         for one in recoveries
         for phase, seconds in one.phases.items()
     ]
-    return Figure(
+    return drawn(
         "phases",
         question,
-        reading,
-        drawing(top + tallest + 2, title, join(parts)),
         answer=" ".join(_dearest(what, how, group) for (what, how), group in groups.items()),
-        data=Data(("subject", "part", "way", "phase", "seconds"), rows),
+        reading=reading,
+        parts=parts,
+        height=top + tallest + 2,
+        title=title,
+        columns=("subject", "part", "way", "phase", "seconds"),
+        rows=rows,
     )
 
 
