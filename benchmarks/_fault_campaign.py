@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from belayer.faults.engine_strikes import Striker
 from belayer.ownership import RunLabel
 from belayer.ownership.reap import label_of_process
 
+from . import _campaign
 from ._fault_episode import Episode, EventLog, Record, Stuck
 from ._fault_load import Load, pool
 from ._fault_usage import Usage, growth, leaks, left_behind, usage
@@ -30,26 +31,19 @@ SLOTS = 6
 REQUESTS_S = 90.0
 IMAGE_S = 240.0
 LOST_ENGINES = 5  # a campaign that has lost more is not worth its time
-SAY_EVERY_S = 10.0
 
 
-class Outcome(msgspec.Struct):
+class Saved(_campaign.Saved, kw_only=True):
     """Everything a campaign has found out so far."""
 
-    records: list[Record] = []
-    found: dict[str, int] = {}
-    details: list[str] = []
+    records: list[Record] = msgspec.field(default_factory=list)
     completed: int = 0
     tokens: int = 0
     parts_checked: int = 0
     spontaneous: int = 0
     engines_lost: int = 0
-    usage: list[Usage] = []  # of the engine that lives
-    growth: dict[str, dict[str, float]] = {}
-    wall_s: float = 0.0
-
-    def count(self, kind: str, number: int) -> None:
-        self.found[kind] = self.found.get(kind, 0) + number
+    usage: list[Usage] = msgspec.field(default_factory=list)  # of the engine that lives
+    growth: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
     @property
     def injected(self) -> int:
@@ -64,11 +58,8 @@ class Kind(msgspec.Struct, frozen=True):
     until: int
 
 
-class Campaign:
-    """`run` ends once the last of `engines` has had its faults or `deadline` (monotonic) is past.
-
-    `outcome` is always current.
-    """
+class Campaign(_campaign.Campaign[Saved]):
+    """`run` ends once the last of `engines` has had its faults or `deadline` (monotonic) is past."""
 
     def __init__(
         self,
@@ -81,61 +72,46 @@ class Campaign:
         state: Path,
         logs: Path,
     ) -> None:
+        super().__init__(Saved(seed=seed), state=state, say=say)
         self._kinds = engines
         self._model = model
-        self._seed = seed
         self._deadline = deadline
-        self._say = say
-        self._state = state
         self._logs = logs
         self._engines = 0
         self._load: Load | None = None
         self._sets = [dict(weights(model, number)) for number in range(2)]
-        self.outcome = Outcome()
 
-    def resume(self) -> None:
-        """Take over what the state file holds of an earlier campaign with the same seed."""
-        if not self._state.is_file():
-            return
-        saved = msgspec.json.decode(self._state.read_bytes(), type=Saved)
-        if saved.seed == self._seed:
-            self.outcome = saved.outcome
+    @property
+    def done(self) -> int:
+        return self.saved.injected
 
-    async def run(self) -> None:
-        began = time.monotonic() - self.outcome.wall_s
-        faults = stream(self._seed)
-        for _done in self.outcome.records:
+    def run(self) -> None:
+        asyncio.run(self._engines_in_turn())
+
+    async def _engines_in_turn(self) -> None:
+        faults = stream(self.saved.seed)
+        for _done in self.saved.records:
             next(faults)
-        try:
-            for kind in self._kinds:
-                while self._goes_on(kind):
-                    await self._live(kind, faults, began)
-        finally:
-            self._save(began)
+        for kind in self._kinds:
+            while self._goes_on(kind):
+                await self._live(kind, faults)
 
     def _goes_on(self, kind: Kind) -> bool:
         return (
-            self.outcome.injected < kind.until
+            self.saved.injected < kind.until
             and time.monotonic() < self._deadline
-            and self.outcome.engines_lost <= LOST_ENGINES
+            and self.saved.engines_lost <= LOST_ENGINES
         )
 
-    def _save(self, began: float) -> None:
-        self.outcome.wall_s = time.monotonic() - began
-        self._state.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._state.with_suffix(".new")
-        unfinished.write_bytes(msgspec.json.encode(Saved(self._seed, self.outcome)))
-        unfinished.rename(self._state)
-
     # -- one engine ---------------------------------------------------------------------------------------------------
-    async def _live(self, kind: Kind, faults: Iterator[EngineFault], began: float) -> None:
+    async def _live(self, kind: Kind, faults: Iterator[EngineFault]) -> None:
         """One engine, for as long as it lives or is wanted."""
         self._engines += 1
-        log = EventLog()
+        log, seed = EventLog(), self.saved.seed
         with RunLabel.new("bench faults") as label:
             logs = self._logs / f"engine-{self._engines}"
             engine = await Engine.start(kind.config, label, events=log, log_dir=logs, weights=self._weights(0).items())
-            load = Load(engine, pool(self._model.vocabulary, self._seed), slots=SLOTS, seed=self._seed)
+            load = Load(engine, pool(self._model.vocabulary, seed), slots=SLOTS, seed=seed)
             try:
                 await load.learn(0)
                 await engine.update_weights(self._weights(1).items(), 1)
@@ -143,7 +119,7 @@ class Campaign:
                 await self._wait_image(kind, log)
                 load.start()
                 try:
-                    await self._faults(kind, faults, engine, label, log, load, began)
+                    await self._faults(kind, faults, engine, label, log, load)
                     await load.stop(REQUESTS_S)
                     await self._check_rest(engine, load)
                 except (Stuck, EngineError) as error:
@@ -152,14 +128,10 @@ class Campaign:
                 load.cancel()
                 self._collect(load)
                 await engine.close()
-                self._leaked(left_behind(label))
-        self._leaked(left_behind(label))
-        self.outcome.growth[f"{self._engines}: {kind.name}"] = grown = growth(self.outcome.usage)
-        self._leaked([f"{name} grew by {value:g}" for name, value in leaks(grown).items()])
-
-    def _leaked(self, things: list[str]) -> None:
-        self.outcome.count("leaked", len(things))
-        self.outcome.details += [f"leaked: {thing}" for thing in things]
+                self.saved.count("leaked", *left_behind(label))
+        self.saved.count("leaked", *left_behind(label))
+        self.saved.growth[f"{self._engines}: {kind.name}"] = grown = growth(self.saved.usage)
+        self.saved.count("leaked", *(f"{name} grew by {value:g}" for name, value in leaks(grown).items()))
 
     async def _wait_image(self, kind: Kind, log: EventLog) -> None:
         """An image is only made beside an engine that is left alone, which the campaign will not do."""
@@ -185,17 +157,15 @@ class Campaign:
         label: RunLabel,
         log: EventLog,
         load: Load,
-        began: float,
     ) -> None:
         striker = Striker(engine, lambda pid: label_of_process(pid) == label.name)
-        self.outcome.usage = []
-        said = time.monotonic()
+        self.saved.usage = []
         for fault in faults:
             before = log.total
             if fault.protected:
                 await engine.wait_standby(REQUESTS_S)
-                self.outcome.usage.append(usage(label, striker))
-            self.outcome.spontaneous += log.total - before
+                self.saved.usage.append(usage(label, striker))
+            self.saved.spontaneous += log.total - before
             del log.entries[:]
             shadow = kind.config.standby == "process"
             episode = Episode(engine, striker, log, load, lambda number: self._weights(number).items(), shadow=shadow)
@@ -203,14 +173,11 @@ class Campaign:
                 record = await episode.run(fault)
             except (Stuck, EngineError) as error:
                 how = f"LOST: {error}"
-                self.outcome.records.append(Record(fault.index, fault.kind, kind.name, injected=True, how=how))
+                self.saved.records.append(Record(fault.index, fault.kind, kind.name, injected=True, how=how))
                 raise
             record.engine = kind.name
-            self.outcome.records.append(record)
-            if time.monotonic() - said > SAY_EVERY_S:
-                said = time.monotonic()
-                self._save(began)
-                self._progress(load)
+            self.saved.records.append(record)
+            self.tell(self._how_far, load)
             if not self._goes_on(kind):
                 return
 
@@ -222,32 +189,24 @@ class Campaign:
             await load.check_rest()
 
     def _lost(self, error: Exception, log: EventLog, logs: Path) -> None:
-        self.outcome.engines_lost += 1
-        self.outcome.details.append(f"engine lost: {type(error).__name__}: {error}")
+        self.saved.engines_lost += 1
+        self.saved.details.append(f"engine lost: {type(error).__name__}: {error}")
         self._say(f"the engine is lost: {error}")
         for at, event in log.entries[-40:]:
             self._say(f"  {at:.3f} {event.kind} {event.subject} {json.dumps(event.data)[:300]}")
         self._say(f"  logs: {logs}")
 
     def _collect(self, load: Load) -> None:
-        for kind, number in load.found.items():
-            self.outcome.count(kind, number)
-        self.outcome.details += load.details
-        self.outcome.completed += load.completed
-        self.outcome.tokens += load.tokens
-        self.outcome.parts_checked += load.parts_checked
+        self.saved.add(load.found, load.details)
+        self.saved.completed += load.completed
+        self.saved.tokens += load.tokens
+        self.saved.parts_checked += load.parts_checked
 
-    def _progress(self, load: Load) -> None:
-        last = self.outcome.records[-1]
-        wrong = {kind: number for kind, number in (load.found + Counter(self.outcome.found)).items() if number}
+    def _how_far(self, load: Load) -> str:
+        last = self.saved.records[-1]
+        now = f"; of this engine's load: {dict(load.found)}" if load.found else ""
         took = f" in {last.recovery_s * 1e3:.0f} ms" if last.recovery_s is not None else ""
-        done, requests = self.outcome.injected, self.outcome.completed + load.completed
-        self._say(
-            f"{done} of {self._kinds[-1].until} faults, {requests} requests; last: {last.kind}: "
-            f"{last.how or last.why}{took}; wrong so far: {wrong or 'nothing'}"
+        return (
+            f"{self.done} of {self._kinds[-1].until} faults, {self.saved.completed + load.completed} requests; "
+            f"last: {last.kind}: {last.how or last.why}{took}{now}"
         )
-
-
-class Saved(msgspec.Struct):
-    seed: int
-    outcome: Outcome

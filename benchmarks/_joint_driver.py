@@ -44,6 +44,7 @@ class Spec(msgspec.Struct):
     seed: int
     log: str
     faults: list[JointFault] = []
+    lives_s: float = 0.0  # before a fault may end it
 
 
 async def drive(spec: Spec) -> None:
@@ -85,7 +86,7 @@ async def drive(spec: Spec) -> None:
             finally:
                 os.close(filler)
 
-        strikes = Strikes(run, spec.faults, log, update=update, fill=fill)
+        strikes = Strikes(run, spec.faults, log, update=update, fill=fill, lives_s=spec.lives_s)
         striking = asyncio.create_task(strikes.run())
         try:
             async for done in run.rollouts(solve, tasks(spec.rollouts, spec.seed), name="j"):

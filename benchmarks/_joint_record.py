@@ -12,6 +12,7 @@ import msgspec
 from belayer.faults.joint_kinds import JointFault
 from belayer.journal import read_histories
 
+from . import _campaign
 from ._joint_task import Outcome
 
 
@@ -28,30 +29,23 @@ class Record(msgspec.Struct):
     round: int = 0
 
 
-class Saved(msgspec.Struct):
+class Saved(_campaign.Saved, kw_only=True):
     """Everything that a campaign has found out so far."""
 
-    seed: int
     rollouts: int
-    calm: list[Outcome] = []
-    struck: list[Outcome] = []
-    records: list[Record] = []
-    pending: list[JointFault] = []
-    tries: dict[int, int] = {}
+    plan: str  # see `_joint_settings.plan`
+    calm: list[Outcome] = msgspec.field(default_factory=list)
+    struck: list[Outcome] = msgspec.field(default_factory=list)
+    records: list[Record] = msgspec.field(default_factory=list)
+    pending: list[JointFault] = msgspec.field(default_factory=list)
+    tries: dict[int, int] = msgspec.field(default_factory=dict)
     drawn: int = 0
     rounds: int = 0
     sessions: int = 0
     restores: int = 0
     truncations: int = 0
     verified: int = 0
-    unstarted: list[str] = []
-    found: dict[str, int] = {}
-    details: list[str] = []
-    wall_s: float = 0.0
-
-    def count(self, what: str, detail: str, number: int = 1) -> None:
-        self.found[what] = self.found.get(what, 0) + number
-        self.details.append(f"{what}: {detail}")
+    unstarted: list[str] = msgspec.field(default_factory=list)
 
     @property
     def injected(self) -> int:

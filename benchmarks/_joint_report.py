@@ -13,12 +13,12 @@ from rich.table import Table
 
 from belayer.faults.joint_kinds import KINDS, pairs, points
 
+from ._campaign import show_verdict
 from ._joint_record import Record, Saved, counted
 from ._joint_task import Outcome
 
 COUNTED = ("inconsistent", "changed", "lost", "duplicated", "not_acknowledged", "hung", "failed", "leaked")
 DRAWS = 10_000
-SHOWN = 20
 
 
 def sign_flips(differences: list[float], seed: int = 0) -> float:
@@ -144,6 +144,4 @@ def show(result: dict[str, Any], console: Console) -> None:
                 f"{each['difference']:+.4f} ± {each['ci95']:.4f}, paired permutation test p = {each['p']:.3f} "
                 f"({each['pairs_that_differ']} of {found['pairs']} pairs differ)"
             )
-    console.print(f"checks: {result['checks']}")
-    for text in result["wrong"][:SHOWN]:
-        console.print(f"  {text[:1000]}", markup=False)
+    show_verdict(result, console)

@@ -40,7 +40,6 @@ ENGINE_BACK_S = 90.0
 STRIKES_PER_ROLLOUT = 8
 STRIKES_PER_ACTION = 2  # the third death during one action sets a rollout aside, as it should
 DECLINED = 200
-DRIVER_AFTER_S = 30.0  # a driver lives at least so long before it is struck
 ROOT_IS_NEW = ("restore.processes", "restore.answered", "sandbox.create.answered")
 
 
@@ -55,10 +54,20 @@ class Log:
 
 
 class Strikes:
-    """Works through `faults`. `update()` publishes the same weights as a new version; `fill()` fills the run's disk."""
+    """Works through `faults`; for `lives_s` seconds, none that ends the driver.
+
+    `update()` publishes the same weights as a new version; `fill()` fills the run's disk.
+    """
 
     def __init__(
-        self, run: Run, faults: list[JointFault], log: Log, *, update: Callable[[], Any], fill: Callable[[], None]
+        self,
+        run: Run,
+        faults: list[JointFault],
+        log: Log,
+        *,
+        update: Callable[[], Any],
+        fill: Callable[[], None],
+        lives_s: float,
     ) -> None:
         assert run.engine is not None and run.sandboxes is not None
         self._run = run
@@ -66,7 +75,7 @@ class Strikes:
         self._log = log
         self._update = update
         self._fill = fill
-        self._begun = time.monotonic()
+        self._lives_s = lives_s
         self._boxes = [fault for fault in faults if fault.kind in SANDBOX_KINDS]
         self._engines = [fault for fault in faults if fault.kind not in SANDBOX_KINDS + ENDS_DRIVER]
         self._ends = [fault for fault in faults if fault.kind in ENDS_DRIVER]
@@ -119,7 +128,7 @@ class Strikes:
             self._engine_struck = False
 
     async def _end_lane(self) -> None:
-        await asyncio.sleep(DRIVER_AFTER_S)
+        await asyncio.sleep(self._lives_s)
         await self._lane(self._ends)
 
     async def _one(self, fault: JointFault) -> bool:

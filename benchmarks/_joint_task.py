@@ -19,6 +19,7 @@ from belayer import Rollout
 VOCABULARY = 1000
 MOST_TURNS = 6
 FICKLE = 4  # one task in so many is not reproducible
+HEAVY = 3  # one in so many has a shell of some megabytes, so that images have to make room for others
 COMMAND_TIMEOUT_S = 25.0  # a command takes milliseconds; a frozen sandbox is noticed after so long
 
 _COMMANDS = (
@@ -33,12 +34,21 @@ _COMMANDS = (
     "cat /tmp/t{b} 2>/dev/null || echo none",
 )
 _FICKLE = "r=$(od -An -N1 -tu1 /dev/urandom); r=$((r % 10)); n=$((n * 7 + r)); echo $r"
+_HEAVY = "printf -v heavy %4000000s x; echo ${#heavy}"
 
 
 def tasks(count: int, seed: int) -> list[dict[str, Any]]:
     """The tasks of every round: a pure function of its arguments."""
     rng = random.Random(f"joint tasks {seed}")
-    return [{"start": rng.randrange(1000), "fickle": number % FICKLE == FICKLE - 1} for number in range(count)]
+    return [
+        {"start": rng.randrange(1000), "fickle": number % FICKLE == FICKLE - 1, "heavy": number % HEAVY == 0}
+        for number in range(count)
+    ]
+
+
+def described() -> str:
+    """Everything about the rollouts that decides what they come to, besides the model."""
+    return repr((MOST_TURNS, FICKLE, HEAVY, _COMMANDS, _FICKLE, _HEAVY))
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -62,6 +72,8 @@ async def solve(rollout: Rollout) -> float:
     sandbox, fickle = rollout.sandbox, rollout.task["fickle"]
     await rollout.observe([1 + rollout.task["start"] % 100, 7, rollout.seed % 900, 5])
     await sandbox.shell(f"mkdir -p /w && cd /w && n={rollout.task['start']}; sleep 3000 &", timeout_s=COMMAND_TIMEOUT_S)
+    if rollout.task["heavy"]:
+        await sandbox.shell(_HEAVY, timeout_s=COMMAND_TIMEOUT_S)
     await sandbox.write("/w/seed", str(rollout.seed))
     length = 0
     for number in range(MOST_TURNS):

@@ -15,7 +15,6 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from belayer.ownership import RunLabel
 from belayer.ownership.reap import everything_labelled
 from belayer.sandbox import Sandbox, Sandboxes
 
+from . import _campaign
 from .conformance import arrange, names
 from .conformance.engine import Trial, differences
 from .conformance.own import OwnBox
@@ -47,7 +47,6 @@ NOT_KEPT = ("peer of a unix socket",)  # see docs/sandbox.md
 LIFE = 20  # rounds of one sandbox
 SHARE = 10  # resources in one sandbox
 LANES = 2  # sandboxes at once
-SAY_EVERY_S = 15.0
 REFUSALS = 5  # in a row: what is refused for a moment may be tried again
 
 
@@ -61,39 +60,33 @@ class Round(msgspec.Struct):
     refused: list[str] = []
 
 
-class Saved(msgspec.Struct):
-    seed: int
-    rounds: list[Round] = []
-    leaked: list[str] = []
-    failed: list[str] = []  # what ended a sandbox's life: a call that should have worked
-    skipped: dict[str, str] = {}
-    wall_s: float = 0.0
+class Saved(_campaign.Saved, kw_only=True):
+    rounds: list[Round] = msgspec.field(default_factory=list)
+    skipped: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Campaign:
-    """`run` ends when `rounds` are done or `deadline` (monotonic) is past; `saved` is always current."""
+class Campaign(_campaign.Campaign[Saved]):
+    """`run` ends when `rounds` are done or `deadline` (monotonic) is past."""
+
+    unit = "rounds"
 
     def __init__(self, rounds: int, seed: int, *, deadline: float, say: Callable[[str], None], state: Path) -> None:
+        super().__init__(Saved(seed=seed), state=state, say=say)
         self._wanted = rounds
         self._deadline = deadline
-        self._say = say
-        self._state = state
         self._lives = 0
         self._next = 0
-        self._spoke = time.monotonic()
-        self.saved = Saved(seed)
 
-    def resume(self) -> None:
-        """Take over what an earlier campaign with the same seed left in the state file."""
-        if self._state.is_file():
-            saved = msgspec.json.decode(self._state.read_bytes(), type=Saved)
-            if saved.seed == self.saved.seed:
-                self.saved = saved
-                self._next = max((done.index + 1 for done in saved.rounds), default=0)
-                self._lives = self._next // LIFE
+    @property
+    def done(self) -> int:
+        return len(self.saved.rounds)
 
-    async def run(self) -> None:
-        began = time.monotonic() - self.saved.wall_s
+    def run(self) -> None:
+        self._next = max((done.index + 1 for done in self.saved.rounds), default=0)
+        self._lives = self._next // LIFE
+        asyncio.run(self._lanes())
+
+    async def _lanes(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="belayer-bench-rounds-"))
         config = load_config().sandbox.model_copy(update={"memory_bytes": 2 << 30})
         fds = len(os.listdir("/proc/self/fd"))
@@ -103,13 +96,12 @@ class Campaign:
                 try:
                     async with asyncio.TaskGroup() as group:
                         for _ in range(LANES):
-                            group.create_task(self._lane(manager, began))
+                            group.create_task(self._lane(manager))
                 finally:
                     await manager.close()
                 self._leaks(label.name, fds)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            self._save(began)
 
     def _goes_on(self) -> bool:
         return self._next < self._wanted and time.monotonic() < self._deadline
@@ -118,19 +110,12 @@ class Campaign:
         left = [
             thing for thing in everything_labelled() if thing.label == label and thing.kind not in ("shm", "folder")
         ]
-        self.saved.leaked += [str(thing) for thing in left]
+        self.saved.count("leaked", *map(str, left))
         if (more := len(os.listdir("/proc/self/fd")) - fds) > 3:
-            self.saved.leaked.append(f"{more} descriptors of this process")
-
-    def _save(self, began: float) -> None:
-        self.saved.wall_s = time.monotonic() - began
-        self._state.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._state.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(self.saved))
-        fresh.rename(self._state)
+            self.saved.count("leaked", f"{more} descriptors of this process")
 
     # -- one sandbox after the other -----------------------------------------------------------------------------------
-    async def _lane(self, manager: Sandboxes, began: float) -> None:
+    async def _lane(self, manager: Sandboxes) -> None:
         while self._goes_on():
             number, self._lives = self._lives, self._lives + 1
             members = [name for name in names() if name not in NOT_KEPT and name not in self.saved.skipped]
@@ -144,33 +129,27 @@ class Campaign:
                     if why.startswith("skipped: "):
                         self.saved.skipped[member] = why.removeprefix("skipped: ")
                     else:
-                        self.saved.failed.append(f"{member}: {why}")
+                        self.saved.count("failed", f"{member}: {why}")
                 for _ in range(LIFE):
                     if not self._goes_on() or life.over:
                         break
                     index, self._next = self._next, self._next + 1
                     done = await life.round(random.Random(f"{self.saved.seed} round {index}"), index)
                     self.saved.rounds.append(done)
-                    self._progress(began)
+                    self.saved.count("wrong", *(f"round {index} ({done.fault}): {text}" for text in done.wrong))
+                    self.tell(self._how_far)
             except CheckpointRefused as error:
                 if len(life.trial.names) > 1:
-                    self.saved.failed.append(f"{life.trial.names}: {error.what}")
+                    self.saved.count("failed", f"{life.trial.names}: {error.what}")
                 self.saved.skipped |= dict.fromkeys(life.trial.names, f"refused: {error.what}")
             except (SandboxError, OSError, RuntimeError) as error:
-                self.saved.failed.append(f"{type(error).__name__}: {error}")
+                # a call that should have worked, and ended this sandbox's life
+                self.saved.count("failed", f"{type(error).__name__}: {error}")
             finally:
                 await manager.discard(life.name)
 
-    def _progress(self, began: float) -> None:
-        if time.monotonic() - self._spoke < SAY_EVERY_S:
-            return
-        self._spoke = time.monotonic()
-        self._save(began)
-        wrong = sum(bool(done.wrong) for done in self.saved.rounds)
-        self._say(
-            f"{len(self.saved.rounds)} of {self._wanted} rounds; wrong: {wrong}; failed: {len(self.saved.failed)}; "
-            f"last: {self.saved.rounds[-1].fault}"
-        )
+    def _how_far(self) -> str:
+        return f"{self.done} of {self._wanted} rounds; last: {self.saved.rounds[-1].fault}"
 
 
 class _Life:
@@ -257,56 +236,3 @@ class _Life:
 
 def _wrong(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{name}: {text}" for name, text in differences(before, now).items() if text]
-
-
-def rounds(count: int, seed: int, resume: bool, quick_s: float | None, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the campaign; the result is in the form of every bench, one cell for each kind of fault."""
-    state = Path("build") / f"bench-faults-sandbox-{seed}.state.json"
-    deadline = time.monotonic() + quick_s if quick_s else float("inf")
-    campaign = Campaign(count, seed, deadline=deadline, say=say, state=state)
-    if resume:
-        campaign.resume()
-        say(f"going on after {len(campaign.saved.rounds)} rounds")
-    try:
-        asyncio.run(campaign.run())
-    except KeyboardInterrupt:
-        say(f"stopped after {len(campaign.saved.rounds)} rounds; go on with --resume")
-        raise
-    return _result(campaign.saved)
-
-
-def _result(saved: Saved) -> dict[str, Any]:
-    checks = {
-        "wrong_states": sum(bool(done.wrong) for done in saved.rounds),
-        "leaks": len(saved.leaked),
-        "failures": len(saved.failed),
-        "no_rounds": int(not saved.rounds),
-    }
-    return {
-        "ok": not any(checks.values()),
-        "seed": saved.seed,
-        "rounds": len(saved.rounds),
-        "states_compared": sum(done.resources for done in saved.rounds),
-        "refusals": dict(Counter(text[:200] for done in saved.rounds for text in done.refused)),
-        "skipped": saved.skipped,
-        "checks": checks,
-        "wrong": [f"round {done.index} ({done.fault}): {text}" for done in saved.rounds for text in done.wrong]
-        + [f"leaked: {thing}" for thing in saved.leaked]
-        + [f"failed: {text}" for text in saved.failed],
-        "wall_s": saved.wall_s,
-        "cells": [_cell(fault, [done for done in saved.rounds if done.fault == fault]) for fault in FAULTS],
-    }
-
-
-def _cell(fault: str, done: list[Round]) -> dict[str, Any]:
-    restores, checkpoints = sorted(one.restore_s for one in done), sorted(one.checkpoint_s for one in done)
-    middle = len(done) // 2
-    return {
-        "workload": fault,
-        "rounds": len(done),
-        "subject": {"median_s": restores[middle] if done else None, "samples_s": restores},
-        "checkpoint": {"median_s": checkpoints[middle] if done else None},
-        "baselines": {},
-        "ratios": {},
-        "checks": {"wrong_states": sum(bool(one.wrong) for one in done)},
-    }

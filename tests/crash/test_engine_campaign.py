@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ FAULTS = len(KINDS)
 def test_a_short_campaign_finds_nothing_wrong_and_can_go_on(tmp_path: Path) -> None:
     from benchmarks import faults
     from benchmarks._fault_campaign import Campaign
+    from benchmarks._fault_report import result_of
 
     plan = faults.workload()
-    engines, skipped = faults._engines(plan, FAULTS, quick=True)
+    engines, skipped = faults.engines_to_strike(plan, FAULTS, quick=True)
     assert skipped == [] and [kind.until for kind in engines] == [FAULTS]
 
     def campaign() -> Campaign:
@@ -40,8 +40,8 @@ def test_a_short_campaign_finds_nothing_wrong_and_can_go_on(tmp_path: Path) -> N
         )
 
     subject = campaign()
-    asyncio.run(subject.run())
-    result: dict[str, Any] = faults._result(subject.outcome, SEED)
+    subject.carry_out(resume=False, stopped=lambda: None)
+    result: dict[str, Any] = result_of(subject.saved)
     assert result["ok"], result["wrong"]
     assert result["injected"] == FAULTS
     assert {cell["workload"] for cell in result["cells"]} == KINDS
@@ -49,7 +49,5 @@ def test_a_short_campaign_finds_nothing_wrong_and_can_go_on(tmp_path: Path) -> N
     assert result["requests"] > 20 and result["tokens"] > 400
 
     again = campaign()
-    again.resume()
-    assert again.outcome.injected == FAULTS
-    asyncio.run(again.run())  # nothing is left to do
-    assert again.outcome.records == subject.outcome.records
+    again.carry_out(resume=True, stopped=lambda: None)  # nothing is left to do
+    assert again.done == FAULTS and again.saved.records == subject.saved.records

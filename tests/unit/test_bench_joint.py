@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from belayer.errors import ConfigError
 from belayer.faults import failpoints
-from belayer.faults.joint_kinds import ELSEWHERE, KINDS, pairs, points, stream
+from belayer.faults.joint_kinds import DEAR, ELSEWHERE, FEW, KINDS, few, pairs, points, stream
 
 pytestmark = [
     pytest.mark.unit,
@@ -30,6 +31,34 @@ def test_the_plan_is_seeded_and_holds_every_pair_before_any_comes_again():
     assert [fault.index for fault in first] == list(range(count + 500))
     left_out = failpoints.NAMES.keys() - set(points())
     assert all(name.startswith(ELSEWHERE) for name in left_out) and len(points()) > 50
+    assert all(name.startswith(("checkpoint.export.", "checkpoint.import.")) for name in left_out)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_quick_campaign_strikes_with_every_kind_where_its_only_round_comes_by(seed):
+    from benchmarks._joint_settings import setting
+
+    quick = few(seed, setting(0).comes_to)
+    assert quick == few(seed, setting(0).comes_to)
+    assert Counter(fault.kind for fault in quick) == {kind: 1 if kind in DEAR else FEW for kind in KINDS}
+    assert all(setting(0).comes_to(fault.point) for fault in quick)
+    assert {fault.index for fault in quick} < set(range(len(pairs())))
+
+
+def test_in_few_rounds_every_failpoint_is_come_to():
+    from benchmarks._joint_settings import config, plan, setting
+    from benchmarks.faults import workload
+
+    from belayer.config import Config
+
+    rounds = [setting(number) for number in range(60)]
+    for point in points():
+        assert sum(how.comes_to(point) for how in rounds) >= 15, point
+        assert any(how.comes_to(point) for how in rounds[:3]), point
+    for how in rounds:
+        told = Config.model_validate(config(how, workload().model, Path("/model"), 3))
+        assert told.run.retention == how.retention and (told.run.durability == "host") == how.durable
+    assert plan(0, 96) != plan(1, 96) != plan(1, 12)  # another seed's or number's outcomes are others
 
 
 def outcome(name: str, *, tokens: int = 10, reward: float = 0.5, digest: str = "d", fickle: bool = False) -> Any:

@@ -5,8 +5,9 @@ A moment is a failpoint, a kind is `TARGET.WHAT`. Every pair that can happen com
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -29,9 +30,12 @@ KINDS = {
 }
 SANDBOX_KINDS = ("sandbox.kill", "sandbox.freeze", "sandbox.damage", "checkpoint.damage")
 ENDS_DRIVER = ("disk.full", "driver.sigkill")
+# cost seconds each: a deadline has to pass, or a process to start anew
+DEAR = ("sandbox.freeze", "worker.sigstop", "shadow.sigstop", "owner.sigkill", "owner.sigstop", *ENDS_DRIVER)
+FEW = 4
 
-# failpoints that no rollout comes to; each has crash tests of its own
-ELSEWHERE = ("checkpoint.export.", "checkpoint.import.", "journal.compact.", "journal.archive.", "journal.segment.")
+# failpoints that no rollout comes to, only commands; each has crash tests of its own
+ELSEWHERE = ("checkpoint.export.", "checkpoint.import.")
 # passed by many at once: which passage it is, is drawn from so many
 PASSAGES = {
     "journal.append.before": 40,
@@ -50,6 +54,10 @@ RARE = (
     "checkpoint.move.renamed",
     "checkpoint.remove.manifest",
     "checkpoint.remove.images",
+    "journal.archive.written",
+    "journal.archive.renamed",
+    "journal.compact.written",
+    "journal.compact.renamed",
 )
 # what a full disk meets: where something is about to be written there
 WRITES = (
@@ -65,6 +73,9 @@ WRITES = (
     "rollout.returned",
     "acknowledge.before",
     "journal.append.before",
+    "journal.segment.created",
+    "journal.archive.written",
+    "journal.compact.written",
 )
 
 
@@ -110,3 +121,14 @@ def stream(seed: int) -> Iterator[JointFault]:
             draw=rng.getrandbits(32),
         )
         index += 1
+
+
+def few(seed: int, comes_to: Callable[[str], bool]) -> list[JointFault]:
+    """For a short campaign: `FEW` of every kind, one of each dear kind, at failpoints that it surely `comes_to`."""
+    left = {kind: 1 if kind in DEAR else FEW for kind in KINDS}
+    found: list[JointFault] = []
+    for fault in itertools.islice(stream(seed), len(pairs())):
+        if left[fault.kind] and comes_to(fault.point) and fault.point not in RARE:
+            left[fault.kind] -= 1
+            found.append(fault)
+    return found
