@@ -21,6 +21,7 @@ from belayer.sandbox._here import here
 from belayer.sandbox._image_files import describe_images
 from belayer.sandbox._levels import Levels
 from belayer.sandbox._lower import take_without_processes
+from belayer.sandbox._order import Order
 from belayer.sandbox._place import safe_name
 from belayer.sandbox._runtime import Runtime
 from belayer.sandbox._session import InitState
@@ -70,43 +71,30 @@ class Capture:
         self._durable = durable
         self._sequence = sequence
 
-    async def take(
-        self,
-        sandbox: Sandbox,
-        *,
-        action: int,
-        context_hash: str,
-        rollout: str,
-        attempt: int | None,
-        level: Level | None = None,
-        turn: Turn | None = None,
-    ) -> Manifest:
-        """Capture and publish. The caller keeps everybody else away from the sandbox.
-
-        `turn` is its place in the host's order, for a caller that wants to promote or abandon it meanwhile.
-        """
+    async def take(self, sandbox: Sandbox, order: Order) -> Manifest:
+        """Capture and publish. The caller keeps everybody else away from the sandbox."""
         begun = time.perf_counter()
-        start, reason = self.levels.start(level)
+        start, reason = self.levels.start(order.level)
         state = await self._quiet(sandbox, begun)
         self._sequence += 1
         sequence = self._sequence
         checkpoint_id = f"{safe_name(sandbox.name)}-g{sandbox.generation}-{sequence}-{secrets.token_hex(3)}"
-        async with self._turns.taken(turn or Turn()):
+        async with self._turns.taken(order.turn or Turn()):
             with self._writer.foreground():
                 self.dumping += 1
                 try:
                     first = Taken(level=start, reason=reason)
-                    taken = await self._highest(sandbox, checkpoint_id, state, level, first, rollout)
+                    taken = await self._highest(sandbox, order, checkpoint_id, state, first)
                     files = await asyncio.to_thread(describe_images, self.data.memory / checkpoint_id)
                     snapshot = self.data.snapshots / checkpoint_id
                     manifest = Manifest(
                         id=checkpoint_id,
                         sandbox=sandbox.name,
-                        rollout=rollout,
-                        attempt=sandbox.attempt if attempt is None else attempt,
+                        rollout=order.rollout,
+                        attempt=sandbox.attempt if order.attempt is None else order.attempt,
                         generation=sandbox.generation,
-                        action=action,
-                        context_hash=context_hash,
+                        action=order.action,
+                        context_hash=order.context_hash,
                         level=taken.level,
                         reason=taken.reason,
                         lost=[*taken.lost, *self.data.store.trees.loses],
@@ -148,13 +136,7 @@ class Capture:
         return state
 
     async def _highest(
-        self,
-        sandbox: Sandbox,
-        checkpoint_id: str,
-        state: InitState,
-        asked: Level | None,
-        taken: Taken,
-        rollout: str,
+        self, sandbox: Sandbox, order: Order, checkpoint_id: str, state: InitState, taken: Taken
     ) -> Taken:
         """Take it at the level of `taken`; once more when what was in the way passes; else at the next lower one."""
         retried = False
@@ -170,14 +152,14 @@ class Capture:
             except CheckpointRefused as refusal:
                 again = isinstance(refusal, CheckpointRefusedForNow) and not retried
                 if not again:
-                    if asked is not None:
+                    if order.level is not None:
                         raise
                     taken = Taken(level=self.levels.below(taken.level, refusal), reason=refusal.what)
                 await asyncio.to_thread(self.data.remove, checkpoint_id)
                 if again:
                     retried = True
                     data = {"reason": refusal.what}
-                    subject = rollout or sandbox.name
+                    subject = order.rollout or sandbox.name
                     self._sink(events.Event(kind=events.CHECKPOINT_RETRIED, subject=subject, data=data))
                     await asyncio.sleep(RETRY_AFTER_S)
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from belayer import events
-from belayer.checkpoint.manifest import Level, Manifest, read_manifest
+from belayer.checkpoint.manifest import Manifest, read_manifest
 from belayer.checkpoint.retention import garbage
-from belayer.checkpoint.turns import Turn, Turns
+from belayer.checkpoint.turns import Turns
 from belayer.config import SandboxConfig
 from belayer.sandbox import _data
 from belayer.sandbox._capture import Capture
 from belayer.sandbox._levels import Levels
+from belayer.sandbox._order import Order
 from belayer.sandbox._place import safe_name
 from belayer.sandbox._room import make_room
 from belayer.sandbox._runtime import Runtime
@@ -165,30 +166,9 @@ class Checkpoints:
         return verify(self.data, self._runtime.name, self.levels, manifest)
 
     # -- taking one ----------------------------------------------------------------------------------------------------
-    async def capture(
-        self,
-        sandbox: Sandbox,
-        *,
-        action: int,
-        context_hash: str,
-        rollout: str,
-        attempt: int | None,
-        level: Level | None = None,
-        turn: Turn | None = None,
-    ) -> Manifest:
-        """Capture and publish. The caller keeps everybody else away from the sandbox.
-
-        `turn` is its place in the host's order, for a caller that wants to promote or abandon it meanwhile.
-        """
-        manifest = await self._capture.take(
-            sandbox,
-            action=action,
-            context_hash=context_hash,
-            rollout=rollout,
-            attempt=attempt,
-            level=level,
-            turn=turn,
-        )
+    async def capture(self, sandbox: Sandbox, order: Order) -> Manifest:
+        """Capture and publish. The caller keeps everybody else away from the sandbox."""
+        manifest = await self._capture.take(sandbox, order)
         self._known.setdefault(sandbox.name, []).append(manifest)
         if manifest.level == "full" and self.data.store.trees.kind == "btrfs":
             find_still_life(sandbox, manifest, self.data.memory / manifest.id)

@@ -20,6 +20,7 @@ from belayer.sandbox._attribution import Limits
 from belayer.sandbox._file_calls import GRACE_S, FileCalls
 from belayer.sandbox._gate import Gate
 from belayer.sandbox._levels import Restored
+from belayer.sandbox._order import Order
 from belayer.sandbox._place import Place
 from belayer.sandbox._session import DEFAULT_ENV, ExecResult, Fence, InitState, Session
 from belayer.sandbox._unchanged import StillLife, changed
@@ -182,15 +183,10 @@ class Sandbox(FileCalls):
         """
         async with self._gate.exclusive():
             self._check()
-            return await self._manager.checkpoints.capture(
-                self,
-                action=action,
-                context_hash=context_hash,
-                rollout=rollout,
-                attempt=attempt,
-                level=level,
-                turn=turn,
+            order = Order(
+                action=action, context_hash=context_hash, rollout=rollout, attempt=attempt, level=level, turn=turn
             )
+            return await self._manager.checkpoints.capture(self, order)
 
     async def changed_since(self, checkpoint_id: str) -> str:
         """Why it may be in another state than that checkpoint holds; empty: it is in exactly that state.
