@@ -18,7 +18,7 @@ from statistics import NormalDist
 from typing import Any
 
 from belayer import events as ev
-from belayer.checkpoint.predictors import Cost, FailureRate, LogNormal, expected_exposed
+from belayer.checkpoint.predictors import Cost, FailureRate, LogNormal
 from belayer.journal.records import CheckpointPublished
 from belayer.journal.segments import scan
 from belayer.observe.metrics import scan_metrics
@@ -95,7 +95,7 @@ class Calibration:
     def _see_cost(self, seconds: float, nbytes: float, exposed_s: float) -> None:
         self._seen["cost"] += 1
         expected = self._cost.seconds(nbytes)
-        self._exposed[0] += expected_exposed(expected, self._bubble)
+        self._exposed[0] += self._cost.exposed(nbytes, self._bubble)
         self._exposed[1] += exposed_s
         if self._seen["cost"] > SETTLED:
             self._cost_ratio.append(seconds / expected)

@@ -11,7 +11,7 @@ from benchmarks._policy_kernel import Clock, Disk, Event, Process, Write
 from benchmarks._policy_sim import MB, Turn, World, simulate
 
 from belayer.checkpoint.policy import Adaptive, Always, EveryN, Never, Paper, YoungDaly
-from belayer.checkpoint.predictors import Cost, DiskSpeed, FailureRate
+from belayer.checkpoint.predictors import Cost, DiskSpeed, FailureRate, LogNormal, expected_exposed
 
 pytestmark = pytest.mark.unit
 
@@ -144,13 +144,23 @@ def test_a_cost_that_grows_with_the_bytes_is_learned() -> None:
 
 
 def test_the_first_checkpoint_of_a_small_sandbox_says_little_of_large_ones() -> None:
-    """It took 0.4 s for 5 MB because the machine was busy: 60 MB do not take 5 s, and soon it is known what they take."""
+    """It took 0.4 s for 5 MB because the machine was busy: 60 MB do not take 5 s, and soon their cost is known."""
     cost = Cost(0.08)
     cost.add(0.42, 5e6)
     assert 0.1 < cost.seconds(60e6) < 0.6
     for _ in range(8):
         cost.add(0.12, 60e6)
     assert cost.seconds(60e6) == pytest.approx(0.12, rel=0.5)
+
+
+def test_the_longer_checkpoints_are_those_that_do_not_fit() -> None:
+    bubble, rng, cost = LogNormal(1.0, 1.0), random.Random(3), Cost(0.1)
+    took = [0.1 * math.exp(rng.gauss(0.0, 0.6)) for _ in range(2000)]
+    for each in took:
+        cost.add(each, 0.0)
+    truly = statistics.fmean(expected_exposed(each, bubble) for each in took)
+    assert 0.5 * truly < cost.exposed(0.0, bubble) < 2.5 * truly  # of the newest ones, which differ from the rest
+    assert expected_exposed(cost.seconds(0.0), bubble) < 0.6 * truly
 
 
 def test_the_disk_is_as_fast_as_it_was_when_it_was_free() -> None:

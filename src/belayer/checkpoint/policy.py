@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from belayer.checkpoint.predictors import Contention, Cost, DiskSpeed, FailureRate, LogNormal, Mean, expected_exposed
+from belayer.checkpoint.predictors import Contention, Cost, DiskSpeed, FailureRate, LogNormal, Mean
 from belayer.config import PolicyConfig
 
 
@@ -227,7 +227,7 @@ class Adaptive(_Learning):
         if situation.bubble_over:
             exposed = situation.wait_s + (1.0 + situation.queue) * cost
         else:
-            exposed = expected_exposed(cost, self._bubble, situation.passed_s)
+            exposed = self._cost.exposed(situation.nbytes, self._bubble, situation.passed_s)
         delay = self._disk.seconds(situation.nbytes) * situation.others
         delay += self.contention.delay_s(cost, situation.running)
         price = exposed + delay

@@ -115,9 +115,9 @@ class Cost:
     """How long a checkpoint takes: so much for itself, and so much for each byte. Learned by least squares.
 
     The newest `size` observations count, and a little also two that were never made: one of no bytes that took
-    `first_s`, and one of a gigabyte that took `GIGABYTE_S` more. They say what to expect of sizes that nobody has seen: a first checkpoint
-    of a small sandbox says nothing about one ten times as large, and who believed that it did would take no other and
-    never learn better.
+    `first_s`, and one of a gigabyte that took `GIGABYTE_S` more. They say what to expect of sizes that nobody has
+    seen: a first checkpoint of a small sandbox says nothing about one ten times as large, and who believed that it did
+    would take no other and never learn better.
     """
 
     GIGABYTE_S = 0.7  # images in memory on two cores: CRIU, and a checksum
@@ -135,6 +135,12 @@ class Cost:
     def quantile(self, nbytes: float, z: float) -> float:
         """The time that is not exceeded with probability Φ(z), by how far off the expected ones were."""
         return self.seconds(nbytes) * self._ratio.quantile(z)
+
+    def exposed(self, nbytes: float, bubble: LogNormal, passed_s: float = 0.0) -> float:
+        """`expected_exposed` over what it may take, which is dearer than that of what it takes on average: a checkpoint
+        that takes longer than usual is the one that does not fit."""
+        draws = ((1 / 6, -math.sqrt(3)), (2 / 3, 0.0), (1 / 6, math.sqrt(3)))  # Gauss-Hermite, three points
+        return sum(w * expected_exposed(self.quantile(nbytes, z), bubble, passed_s) for w, z in draws)
 
     def seconds(self, nbytes: float) -> float:
         """Expected, for so many bytes."""
