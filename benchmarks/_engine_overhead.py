@@ -29,6 +29,7 @@ import msgspec
 
 from belayer.config import EngineConfig
 from belayer.engine import Engine, GenerationRequest, Sampling, TokenChunk
+from belayer.engine.exactness import is_exact
 from belayer.engine.workers.child import environment
 from belayer.errors import EngineError
 from belayer.journal import Journal, records
@@ -89,11 +90,11 @@ async def _measure(load: Load, model: Model) -> dict[str, Any]:
             journal = Journal(logs / "journal")
             stack.callback(journal.close)
             await engine.wait_standby(READY_S)
-            return await _pairs(load, model, engine, journal, plain)
+            return await _pairs(load, model, engine, journal, plain, is_exact(config))
 
 
 async def _pairs(
-    load: Load, model: Model, engine: Engine, journal: Journal, baselines: dict[str, Plain]
+    load: Load, model: Model, engine: Engine, journal: Journal, baselines: dict[str, Plain], exact: bool
 ) -> dict[str, Any]:
     subject: list[_Tape] = []
     others: dict[str, list[Done]] = {name: [] for name in baselines}
@@ -111,7 +112,7 @@ async def _pairs(
                 others[side].append(await baselines[side].run(_work(load, model)))
         tape = subject[-1]
         checks["tokens_lost"] += sum(load.tokens - len(ids) for ids in tape.tokens)
-        if model.dtype == "float32":
+        if exact:
             checks["tokens_changed"] += _unlike(tape.tokens, subject[0].tokens)
             checks["greedy_unlike_vllm"] += _unlike(tape.tokens[::2], others["vllm"][-1].token_ids[::2])
         eta(f"{tape.wall_s / others['vllm'][-1].wall_s - 1:+.1%}")
@@ -267,7 +268,7 @@ class Plain:
 
 @asynccontextmanager
 async def _plain(config: EngineConfig, label: RunLabel, log: Path, *, as_it_comes: bool) -> AsyncIterator[Plain]:
-    invariant = config.batch_invariant and config.dtype == "float32"
+    invariant = is_exact(config)
     env = environment(label, config.threads, invariant and not as_it_comes)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     program = Path(__file__).with_name("_plain_vllm.py")

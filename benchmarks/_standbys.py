@@ -12,6 +12,7 @@ from typing import Any
 from belayer.config import EngineConfig
 from belayer.engine import Engine, GenerationRequest
 from belayer.engine._wire import Activate, Activated, FromWorker, Ready, Refusal, Spec, Submit, Tokens, Work
+from belayer.engine.exactness import is_exact
 from belayer.engine.owner.process import OwnerProcess
 from belayer.engine.workers.child import environment
 from belayer.engine.workers.link import WorkerLink
@@ -61,7 +62,7 @@ class BareStandby:
         self._config = config
         self._label = label
         self._logs = logs
-        self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
+        self._env = environment(label, config.threads, is_exact(config))
         self._nursery = NurseryLink(config.backend, self._env, logs / "nursery.log")
         self._number = 0
 
@@ -105,7 +106,7 @@ class BareStandby:
         given |= {
             "generation": self._number,
             "model": str(self._config.model),
-            "batch_invariant": self._config.batch_invariant and self._config.dtype == "float32",
+            "batch_invariant": is_exact(self._config),
             "owner_socket": owner_socket,
             "fill": True,
             "policy_version": 0,

@@ -12,6 +12,7 @@ import msgspec
 
 from belayer.config import EngineConfig
 from belayer.engine import Engine, GenerationRequest, Sampling
+from belayer.engine.exactness import is_exact
 
 from ._models import Model
 from ._standbys import BareStandby, cold_start
@@ -175,8 +176,8 @@ def _resumed(cell: Cell, model: Model, killed: Tape) -> list[GenerationRequest]:
 
 
 def _figures(cell: Cell, stage: Stage, samples: _Samples) -> dict[str, Any]:
-    exact = stage.model.dtype == "float32"
-    # of another dtype than float32 only this is promised: a continuation of the same prefix
+    exact = is_exact(stage.config)
+    # of an engine that is not exact only this is promised: a continuation of the same prefix
     promised = samples.checks if exact else {n: c for n, c in samples.checks.items() if not n.endswith("_changed")}
     baselines: dict[str, Any] = {name: _series(values) for name, values in samples.baselines.items()}
     for name, process in (("image_standby", stage.image), ("standby_without_retained_weights", stage.bare)):

@@ -12,9 +12,9 @@ Every round measures the subject and, while the next shadow stands idle, what it
   standby_without_retained_weights   a standby that has imported everything, but has no weights and no warm engine
   prefill floor                      the prefill of the very same prefixes alone, by a warm idle worker
 
-Every run, killed or not, must lose no token and repeat none; in float32 it must also deliver the tokens and logprobs of
-the undisturbed run. In bfloat16 tokens depend on the shape of the batch, so there the number that changed is reported
-and not checked. What is measured is data: workloads/worker.toml.
+Every run, killed or not, must lose no token and repeat none; where the engine is exact (`belayer.engine.exactness`) it
+must also deliver the tokens and logprobs of the undisturbed run. Elsewhere tokens depend on the shape of the batch, and
+the number that changed is reported and not checked. What is measured is data: workloads/worker.toml.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from rich.console import Console
 
 from belayer.config import EngineConfig
 from belayer.engine import Engine
+from belayer.engine.exactness import is_exact
 from belayer.engine.images.key import key_of
 from belayer.engine.images.store import ImageStore
 from belayer.engine.workers.child import environment
@@ -127,7 +128,7 @@ async def _stage(stack: AsyncExitStack, model: Model, adopt: bool, quick: bool) 
 
 def _image_is_there(config: EngineConfig, label: RunLabel) -> bool:
     try:
-        key = key_of(config, environment(label, config.threads, config.batch_invariant and config.dtype == "float32"))
+        key = key_of(config, environment(label, config.threads, is_exact(config)))
         return ImageStore(config.images_bytes).find(key) is not None
     except (BelayerError, OSError):  # no CRIU, or an image that is refused
         return False

@@ -32,7 +32,8 @@ class EngineConfig(_Section):
     )
     model: Path | None = Field(default=None, description="Hugging Face style model folder (config.json + safetensors).")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="Of weights and KV cache; only float32 continues a request exactly."
+        default="float32",
+        description="Of weights and KV cache; float32 continues a request exactly, bfloat16 on some CPUs.",
     )
     max_model_len: int = Field(default=2048, ge=16, description="Longest prompt + completion, in tokens.")
     max_num_seqs: int = Field(default=16, ge=1, description="Requests decoded together.")
@@ -70,7 +71,7 @@ class EngineConfig(_Section):
     threads: int = Field(default=0, ge=0, description="Compute threads of a worker; 0: one per core.")
     batch_invariant: bool = Field(
         default=True,
-        description="A request's tokens do not depend on what is decoded beside it (float32; else no effect).",
+        description="A request's tokens do not depend on what is decoded beside it (float32; bfloat16 on some CPUs).",
     )
 
 

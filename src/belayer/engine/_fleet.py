@@ -12,8 +12,8 @@ from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine import supervisor as sv
 from belayer.engine._model_folder import ModelFacts
+from belayer.engine._news import News
 from belayer.engine._owner_care import OwnerCare
-from belayer.engine._recovery_clock import RecoveryClock
 from belayer.engine._spawner import Spawner, Wanted
 from belayer.engine._wire import (
     Activate,
@@ -27,6 +27,7 @@ from belayer.engine._wire import (
     Switched,
     Tokens,
 )
+from belayer.engine.exactness import is_exact
 from belayer.engine.lifecycle import ProcessState
 from belayer.engine.workers.child import environment
 from belayer.engine.workers.link import WorkerLink
@@ -46,9 +47,8 @@ class Fleet:
 
     def __init__(self, config: EngineConfig, model: ModelFacts, label: RunLabel, events: ev.EventSink, log_dir: Path):
         self._config = config
-        self._events = events
         self._log_dir = log_dir
-        self._env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
+        self._env = environment(label, config.threads, is_exact(config))
         # a host's memory is cheap enough for an arena per generation: then a fenced worker writes nothing that counts
         self._apart = config.device == "cpu" and not config.adopt_sealed_blocks
         self._generation = 0
@@ -60,11 +60,12 @@ class Fleet:
             sv.Limits(config.start_timeout_s, config.promote_timeout_s, standby=config.standby == "process"),
             time.monotonic,
         )
-        self.clock = RecoveryClock()
+        self.news = News(events)
+        self.clock = self.news.clock
         self.links: dict[int, WorkerLink] = {}
         self.owner = OwnerCare(config, model, label, self._env, log_dir, events)
         self.owner.on_lost = lambda: self.tell(sv.OwnerLost())
-        self.owner.on_fault = lambda fault, how, text: self.report_fault(fault, how, text, False)
+        self.owner.on_fault = lambda fault, how, text: self.news.fault(fault, how, text, False)
         self._restored: set[int] = set()  # generations that came from an image
         self._spawner = Spawner(config, model, label, self._env, log_dir, events)
         self._spawner.on_nursery_exit = self._on_nursery_exit
@@ -216,7 +217,7 @@ class Fleet:
         self.tell(sv.Started(generation))
         link.on_death = lambda: self._on_death(link)
         link.child.on_exit(lambda how: self._on_exit(link, how))
-        self._emit_process(link, "starting")
+        self.news.process(link, "starting")
         if first is not None:
             self._restored.add(generation)
             self._on_message(link, first)
@@ -228,7 +229,7 @@ class Fleet:
 
     def _on_nursery_exit(self, how: str) -> None:
         if not self._closing:
-            self.report_fault("nursery.exit", "pidfd", f"the nursery ended: {how}", False)
+            self.news.fault("nursery.exit", "pidfd", f"the nursery ended: {how}", False)
 
     def _activate(self, generation: int) -> None:
         assert self.owner.clean is not None and self.owner.epochs is not None
@@ -241,7 +242,7 @@ class Fleet:
         link = self.links[generation]
         link.life.to(ProcessState.SERVING)
         link.role = "worker"
-        self._emit_process(link, "serving")
+        self.news.process(link, "serving")
         if self.on_route(link) == 0:
             self.rebuilt(generation)
 
@@ -249,13 +250,8 @@ class Fleet:
         """Every request in flight has its next token from `generation`."""
         if self.supervisor.serving != generation or self.supervisor.state is not sv.State.REBUILDING:
             return
-        recovered = self.clock.finish()
-        if recovered is not None:
-            how = self.supervisor.how
-            if how == "cold start" and generation in self._restored:
-                how = "image"
-            data = {"what": "worker", "how": how, **recovered}
-            self._events(ev.Event(kind=ev.RECOVERED, subject="worker", data=data))
+        how = self.supervisor.how
+        self.news.recovered("image" if how == "cold start" and generation in self._restored else how)
         self.tell(sv.Rebuilt(generation))
 
     async def _fence(self, generation: int) -> None:
@@ -272,14 +268,13 @@ class Fleet:
             return
         if stale:
             self.stale_tokens += stale
-            data = {"generation": generation, "count": stale}
-            self._events(ev.Event(kind=ev.STALE_DROPPED, subject="worker", data=data))
+            self.news.dropped(generation, stale)
         self.on_fenced(generation)
         self.clock.mark("fence_s")
         self.tell(sv.Fenced(generation))
         if not await link.reaped(FENCE_TIMEOUT_S):  # what it holds is not ours to use; nobody waits for it
             text = f"worker {generation} (process {link.child.pid}) is fenced, but its memory is not free yet"
-            self.report_fault("worker.unreaped", "pidfd", text, False)
+            self.news.fault("worker.unreaped", "pidfd", text, False)
         await link.reaped(self._config.start_timeout_s)
         self.links.pop(generation, None)
 
@@ -291,7 +286,7 @@ class Fleet:
     async def _check_device(self) -> None:
         reason = await self.owner.device_unfit()
         if reason is not None:
-            self.report_fault("device.unfit", "health check", reason, False)
+            self.news.fault("device.unfit", "health check", reason, False)
         self.clock.mark("device_s")
         self.tell(sv.DeviceChecked(reason))
 
@@ -324,7 +319,7 @@ class Fleet:
                     self.on_tokens(message)
             case Ready(generation, _hash, epoch, phases):
                 link.became_ready(epoch)
-                self._emit_process(link, "ready", phases)
+                self.news.process(link, "ready", phases)
                 self._run(self._on_ready(link))
             case Activated(generation, epoch, phases):
                 link.epoch = epoch
@@ -335,12 +330,8 @@ class Fleet:
                 self._run(self._notify())
             case Damaged(generation, number, reason):
                 self._on_damaged(generation, number, reason)
-            case Adopted(generation, blocks, tokens, refused):
-                data = {"generation": generation, "blocks": blocks, "tokens": tokens, "refused": refused}
-                self._events(ev.Event(kind=ev.KV_ADOPTED, subject="worker", data=data))
-                if refused:
-                    text = f"{refused} sealed KV blocks have other bytes than their seals say: they are rebuilt"
-                    self.report_fault("worker.seal", "checksum", text, False)
+            case Adopted():
+                self.news.adopted(message)
             case Refusal(generation, what, reason):
                 self.tell(sv.Refused(generation, f"worker {generation} refused {what}: {reason}"))
 
@@ -365,7 +356,7 @@ class Fleet:
     def _on_damaged(self, generation: int, number: int, reason: str) -> None:
         if self.owner.clean is None or self.owner.clean.number != number:
             return  # that epoch serves nobody any more
-        self.report_fault("weights.damaged", "digest", f"worker {generation}: {reason}", self.serving is not None)
+        self.news.fault("weights.damaged", "digest", f"worker {generation}: {reason}", self.serving is not None)
         self.tell(sv.WeightsDamaged(reason))
 
     def _on_death(self, link: WorkerLink) -> None:
@@ -375,34 +366,19 @@ class Fleet:
         text = f"worker {link.generation} ended"
         if "Traceback" in (tail := link.child.log_tail()) or "Fatal Python error" in tail:
             text += f"\n{tail}"
-        self.report_fault(f"{link.role}.exit", "lifeline", text, link.generation == self.supervisor.serving)
+        self.news.fault(f"{link.role}.exit", "lifeline", text, link.generation == self.supervisor.serving)
         self.tell(sv.Died(link.generation, text))
 
     def _on_exit(self, link: WorkerLink, how: str) -> None:
         if self._closing:
             return
         if link.fenced:
-            self._emit_process(link, how)
+            self.news.process(link, how)
             return
         generation = link.generation
         serving = generation == self.supervisor.serving
         text = f"worker {generation} ended: {how}"
         if not link.ready or how.startswith("exit"):
             text += f"\n{link.child.log_tail()}"
-        self.report_fault(f"{link.role}.exit", "pidfd", text, serving)
+        self.news.fault(f"{link.role}.exit", "pidfd", text, serving)
         self.tell(sv.Died(generation, text))
-
-    def report_fault(self, fault: str, how: str, text: str, serving: bool, detect_s: float | None = None) -> None:
-        data: dict[str, Any] = {"fault": fault, "how": how, "reason": text}
-        if detect_s is not None:
-            data["detect_s"] = detect_s
-        self._events(ev.Event(kind=ev.FAULT_DETECTED, subject=fault.split(".")[0], data=data))
-        if serving:
-            self.clock.begin(fault, detect_s)
-
-    def _emit_process(self, link: WorkerLink, state: str, phases: dict[str, float] | None = None) -> None:
-        kind = ev.WORKER_STATE if link.role == "worker" else ev.SHADOW_STATE
-        data = {"generation": link.generation, "pid": link.child.pid, "state": state} | (
-            {"phases": phases} if phases else {}
-        )
-        self._events(ev.Event(kind=kind, subject=link.role, data=data))

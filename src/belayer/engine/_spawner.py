@@ -13,6 +13,7 @@ from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine._model_folder import ModelFacts
 from belayer.engine._wire import Ready, Spec
+from belayer.engine.exactness import is_exact
 from belayer.engine.images.depot import Depot
 from belayer.engine.memory.host import may_lower_nice
 from belayer.engine.workers.link import WorkerLink
@@ -121,7 +122,7 @@ class Spawner:
             max_model_len=self._config.max_model_len,
             max_num_seqs=self._config.max_num_seqs,
             kv_bytes=self._config.kv_bytes,
-            batch_invariant=self._config.batch_invariant and self._config.dtype == "float32",
+            batch_invariant=is_exact(self._config),
             owner_socket=wanted.owner_socket,
             device=self._config.device,
             fill=wanted.fill,

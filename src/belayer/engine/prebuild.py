@@ -8,6 +8,7 @@ from belayer import events as ev
 from belayer.config import EngineConfig
 from belayer.engine._model_folder import inspect
 from belayer.engine._spawner import Spawner, Wanted
+from belayer.engine.exactness import is_exact
 from belayer.engine.workers.child import environment
 from belayer.ownership import RunLabel
 
@@ -28,7 +29,7 @@ async def build_image(
     model = inspect(config)
     logs = log_dir or label.dir / "engine"
     logs.mkdir(parents=True, exist_ok=True)
-    env = environment(label, config.threads, config.batch_invariant and config.dtype == "float32")
+    env = environment(label, config.threads, is_exact(config))
     spawner = Spawner(config, model, label, env, logs, events)
     wanted = Wanted(0, fill=True, awaited=False, beside=False, owner_socket="", policy_version=0)
     try:

@@ -2,27 +2,20 @@
 
 torch multiplies row by row there: decoding 4 requests takes 4 times as long as decoding one, though both read the same
 weights, and prefill runs at a tenth of what the processor can do. The kernel needs AVX2 and a C compiler at its first
-use; without either, `wide_linear` does the work. The library is kept in the cache folder.
+use; without either, `wide_linear` does the work. A row of its result does not depend on the others, to the bit.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from belayer.ownership import cache_dir
+from belayer.engine.backends import bfloat16_kernel
 
-SOURCE = Path(__file__).with_name("bfloat16.c")
-FLAGS = ("-O3", "-std=gnu17", "-mavx2", "-mfma", "-fPIC", "-Wall", "-Wextra")
 _STEP = 16  # features taken at once
 
 _kernel: Any = None
@@ -33,38 +26,11 @@ def prepare() -> bool:
     global _kernel
     if _kernel is None:
         try:
-            _kernel = _load(_build())
+            _kernel = _load(bfloat16_kernel.build())
         except (OSError, ValueError) as error:
             print(f"belayer: no kernel of our own for bfloat16: {error}", file=sys.stderr, flush=True)
             _kernel = False
     return bool(_kernel)
-
-
-def _build() -> Path:
-    with open("/proc/cpuinfo") as info:
-        flags = info.read().split()
-    if "avx2" not in flags or "fma" not in flags:
-        raise ValueError("the processor has no AVX2")
-    digest = hashlib.sha256(" ".join(FLAGS).encode() + SOURCE.read_bytes()).hexdigest()
-    library = cache_dir() / "native" / f"bfloat16-{digest[:16]}.so"
-    if library.is_file():
-        return library
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise ValueError("there is no C compiler")
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        parts, target = Path(work) / "kernel.o", Path(work) / "kernel.so"
-        # linked without an OpenMP library of its own: two of them would start two sets of threads
-        for command in (
-            [compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(parts)],
-            [compiler, "-shared", str(parts), "-o", str(target)],
-        ):
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-            if done.returncode:
-                raise ValueError(f"{SOURCE.name} does not compile:\n{done.stderr[-1000:]}")
-        os.replace(target, library)  # two builders at once: both write the same library
-    return library
 
 
 def _load(library: Path) -> Any:

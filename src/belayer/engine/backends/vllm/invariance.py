@@ -8,6 +8,9 @@ chunked, preempted, cached, resumed: 0 of 2,880 logprobs differ, against 1,178 w
 - MKL picks kernels by shape: `MKL_CBWR` holds it to one order of summation, from a few rows on; fewer are padded.
 - Attention splits long prefixes over threads: `VLLM_CPU_ATTN_SPLIT_KV=0`. (Both are set in the worker's environment.)
 - Attention cuts the keys into tiles by what fits the cache beside the step's queries: `use_one_attention_tile`.
+
+In bfloat16 the products are our own kernel's (`bfloat16_linear`), whose rows never depend on one another, and attention
+is held still the same way.
 """
 
 from __future__ import annotations

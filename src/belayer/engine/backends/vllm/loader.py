@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from belayer.engine.backends import bfloat16_linear, wide_linear
 from belayer.engine.backends.owned_weights import OwnedWeights
 from belayer.engine.backends.vllm.invariance import linear_for_any_batch
-from belayer.errors import WeightsError
+from belayer.errors import EngineError, WeightsError
 
 LOAD_FORMAT = "belayer"
 
@@ -51,15 +51,22 @@ class OwnerLoader(BaseModelLoader):
 
 def use_own_linear(model: torch.nn.Module, dtype: torch.dtype, batch_invariant: bool) -> None:
     """Replace the matrix products of a built model where ours are exact in any batch, or much quicker."""
-    if batch_invariant:
-        function: Any = linear_for_any_batch
-    elif wide_linear.needed(dtype):
-        bfloat16_linear.prepare()
+    function: Any = linear_for_any_batch
+    if wide_linear.needed(dtype):
+        ready = bfloat16_linear.prepare()
         function = wide_linear.linear_through_float32
-    else:
+        if batch_invariant and not ready:
+            raise EngineError("the kernel for bfloat16 that the driver could build cannot be loaded by the worker")
+    elif not batch_invariant:
         return
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
+            weight: Any = module.weight
+            if batch_invariant and dtype is torch.bfloat16 and not bfloat16_linear.suits(weight[:1], weight):
+                raise EngineError(
+                    f"a product of {weight.shape[1]} features is not exact in bfloat16: they must be a multiple of 16",
+                    next_step="set engine.batch_invariant = false; a resumed request may then differ in a token",
+                )
             module.cpu_linear = function  # pyright: ignore[reportArgumentType]
 
 
