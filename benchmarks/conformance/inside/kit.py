@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -117,10 +118,21 @@ def in_child(body: Callable[[], str]) -> str:
     read, write = os.pipe()
     pid = fork(lambda: (os.write(write, _safely(body).encode()), None)[1])
     os.close(write)
-    with os.fdopen(read) as answers:
-        text = answers.read()
+    text = b""
+    poll = select.poll()
+    poll.register(read, select.POLLIN)
+    try:
+        while True:
+            # not a plain read: a signal that comes just before it blocks has its handler run only when it returns
+            if poll.poll(50):
+                block = os.read(read, 1 << 16)
+                if not block:
+                    break
+                text += block
+    finally:
+        os.close(read)
     os.waitpid(pid, 0)
-    return text
+    return text.decode()
 
 
 def _safely(body: Callable[[], str]) -> str:
