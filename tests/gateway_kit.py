@@ -48,7 +48,8 @@ def make_chat_model(folder: Path, seed: int = 0) -> Path:
 class Served:
     """A gateway over one engine, in a thread with an event loop of its own."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, engine: dict[str, Any] | None = None, **settings: Any) -> None:
+        self._engine = engine or {}
         self.model = make_chat_model(folder / "model")
         self.run = folder / "run"
         self.run.mkdir()
@@ -87,7 +88,7 @@ class Served:
         self._stop = asyncio.Event()
         async with AsyncExitStack() as stack:
             label = stack.enter_context(RunLabel.new("gateway tests"))
-            config = engine_config(self.model)
+            config = engine_config(self.model, **self._engine)
             self.upstream = await OwnEngine.start(config, label, self.run)
             stack.push_async_callback(self.upstream.close)
             journal = Journal(self.run / "journal")

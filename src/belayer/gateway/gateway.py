@@ -80,7 +80,8 @@ class Gateway:
                 self.upstream.check(generation.request(0))
             except RequestRefused as error:
                 raise _refused(error, order) from None
-        for generation in made:
+        for generation, names in zip(made, order.writer.names, strict=True):
+            generation.names = names
             self.runner.start(generation)
         return [View(generation, order, self.text) for generation in made]
 
@@ -103,6 +104,7 @@ class Gateway:
             )
         except RequestRefused as error:
             raise _refused(error, order) from None
+        generation.names |= order.writer.names[0]
         self.metrics.replayed.inc(self.sessions.retries - before)
         return [View(generation, order, self.text)], turn
 

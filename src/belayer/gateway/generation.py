@@ -32,6 +32,7 @@ class Generation:
         whole: bool = False,
     ) -> None:
         self.id = uuid.uuid4().hex
+        self.names: frozenset[str] = frozenset()  # what clients call it, to abort it
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.trajectory = trajectory
@@ -85,6 +86,19 @@ class Generation:
             self.error = error
             self.ring()
 
+    async def wait(self) -> None:
+        """Until it is complete. Raises why, where it cannot be."""
+        bell = asyncio.Event()
+        self.bells.add(bell)
+        try:
+            while not self.done:
+                bell.clear()
+                await bell.wait()
+        finally:
+            self.bells.discard(bell)
+        if self.error is not None:
+            raise self.error
+
     def ring(self) -> None:
         for bell in self.bells:
             bell.set()
@@ -105,6 +119,10 @@ class Runner:
     @property
     def running(self) -> int:
         return len(self._tasks)
+
+    @property
+    def under_way(self) -> list[Generation]:
+        return [generation for generation in self._tasks if not generation.done]
 
     @property
     def paused(self) -> bool:
@@ -173,9 +191,9 @@ class Runner:
         if (task := self._tasks.get(generation)) is not None:
             task.cancel()
 
-    def abort_all(self) -> int:
-        """End every completion under way. Returns how many."""
-        under_way = list(self._tasks)
+    def abort_all(self, named: frozenset[str] | None = None) -> int:
+        """End every completion under way, or those that a client calls by one of `named`. Returns how many."""
+        under_way = [each for each in self.under_way if named is None or named & each.names]
         for generation in under_way:
             self.abort(generation)
         return len(under_way)

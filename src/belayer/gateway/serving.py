@@ -76,9 +76,7 @@ async def serve(
             return 0
         opened, gateway, sink = starting.result()
         upstream = gateway.upstream
-        about = {"seed": opened.about.get("seed", 0), "resumed": opened.resumed, "versions": versions()}
-        sink(events.Event(kind=events.RUN_STARTED, data=about))
-        gateway.sessions.announce()
+        _begin(opened, gateway, sink)
         async with listening(gateway, listener) as url:
             address = {"url": url, "pid": os.getpid(), "model": gateway.served.names[0]}
             write_atomically(opened.path / ADDRESS_FILE, json.dumps(address).encode())
@@ -95,6 +93,22 @@ async def serve(
                 closing.cancel()
                 await gateway.close(0.0)
         return 0 if failure is None else 1
+
+
+@asynccontextmanager
+async def opened_gateway(
+    config: Config, settings: GatewaySettings, directory: Path
+) -> AsyncIterator[tuple[str, Gateway]]:
+    """What `serve` serves, while the block runs and in the caller's event loop: its URL, and the gateway.
+
+    Raises what `serve` raises before it listens.
+    """
+    settings.check()
+    check_model(config.engine)
+    async with AsyncExitStack() as stack:
+        opened, gateway, sink = await _start(stack, config, settings, directory, (), None, lambda text: None)
+        _begin(opened, gateway, sink)
+        yield await stack.enter_async_context(listening(gateway)), gateway
 
 
 @asynccontextmanager
@@ -201,6 +215,12 @@ async def _start(
     seed = int(opened.about.get("seed", 0))
     gateway = Gateway(upstream, text, journal, settings, seed=seed, registry=metrics.registry, sink=sink)
     return opened, gateway, sink
+
+
+def _begin(opened: RunDirectory, gateway: Gateway, sink: events.EventSink) -> None:
+    about = {"seed": opened.about.get("seed", 0), "resumed": opened.resumed, "versions": versions()}
+    sink(events.Event(kind=events.RUN_STARTED, data=about))
+    gateway.sessions.announce()
 
 
 def _open(config: Config, directory: Path, serves: str) -> RunDirectory:

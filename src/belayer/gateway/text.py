@@ -72,8 +72,8 @@ class Text:
             if len(text) > most:
                 raise Problem(
                     400,
-                    f"this model's context is {max_model_len} tokens; {param} has {len(text)} characters, which cannot "
-                    f"fit: {most} are the most",
+                    f"this model's context length is {max_model_len} tokens; {param} has {len(text)} characters, which "
+                    f"cannot fit: {most} are the most",
                     param=param,
                     code="context_length_exceeded",
                 )

@@ -63,9 +63,10 @@ class Wish(msgspec.Struct, kw_only=True):
         room = served.max_model_len - len(prompt)
         if room < 1 or (self.max_tokens is not None and self.max_tokens > room):
             wanted = "" if self.max_tokens is None else f" and {self.max_tokens} to generate"
+            length = f"context length is {served.max_model_len} tokens"  # clients look for these words
             raise Problem(
                 400,
-                f"this model's context is {served.max_model_len} tokens; {len(prompt)} of the prompt{wanted} are more",
+                f"this model's {length}; {len(prompt)} of the prompt{wanted} are more",
                 param="prompt" if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )

@@ -49,6 +49,8 @@ class Writer(Protocol):
 
     asks: list[Ask]
     """What is answered."""
+    names: list[frozenset[str]]
+    """What clients may call each of them, to abort it."""
 
     def whole(self, deltas: list[Delta]) -> Any:
         """The answer to a request that does not stream: one delta per ask."""

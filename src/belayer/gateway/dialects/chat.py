@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 from belayer.gateway.dialects._fields import Fields
+from belayer.gateway.dialects._openai import OpenAIWriter, Wanted, wanted, without_effect
 from belayer.gateway.dialects._wish import check_logprobs, model_of, openai_wish
-from belayer.gateway.dialects.base import Ask, Delta, Order, Served
-from belayer.gateway.dialects.completions import prompt_tokens_of, stream_options, usage_of, without_effect
+from belayer.gateway.dialects.base import Delta, Order, Served
 from belayer.gateway.problems import bad, unsupported
 from belayer.gateway.text import Text
 
@@ -36,20 +35,11 @@ async def chat_order(body: Any, served: Served) -> Order:
     for name in ("media_io_kwargs", "mm_processor_kwargs", "mm_payload", "return_token_offsets", "return_mm_kwargs"):
         fields.only(name, False, why="it is for inputs that are not tokens")
     fields.without_effect("parallel_tool_calls", "include_reasoning")
-    stream, usage = stream_options(fields)
-    writer = ChatWriter(
-        model,
-        wish.asks([prompt], served),
-        served.text,
-        logprobs=logprobs,
-        top=top > 0,
-        token_ids=fields.flag("return_token_ids"),
-        as_ids=fields.flag("return_tokens_as_token_ids"),
-        usage=usage,
-    )
+    want = wanted(fields, wish, [prompt], served, logprobs=logprobs)
+    writer = ChatWriter(model, want, top=top > 0, as_ids=fields.flag("return_tokens_as_token_ids"))
     without_effect(fields)
     fields.end()
-    return wish.order(writer, stream=stream, prompt_name="messages")
+    return wish.order(writer, stream=want.stream, prompt_name="messages")
 
 
 async def chat_prompt(fields: Fields, served: Served) -> list[int]:
@@ -103,76 +93,49 @@ def _content(given: Any, where: str) -> str:
     return "\n".join(parts)
 
 
-class ChatWriter:
+class ChatWriter(OpenAIWriter):
     """See `Writer`."""
 
-    def __init__(
-        self,
-        model: str,
-        asks: list[Ask],
-        text: Text,
-        *,
-        logprobs: bool,
-        top: bool,
-        token_ids: bool,
-        as_ids: bool,
-        usage: str,
-    ) -> None:
-        self.asks = asks
-        self._about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._text = text
-        self._logprobs = logprobs
+    def __init__(self, model: str, wanted: Wanted, *, top: bool, as_ids: bool) -> None:
+        id = f"chatcmpl-{wanted.name}"
+        about = {"id": id, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+        super().__init__(wanted, about, id)
         self._top = top
-        self._token_ids = token_ids
         self._as_ids = as_ids
-        self._usage = usage
-        self._made = [0] * len(asks)
 
     def whole(self, deltas: list[Delta]) -> Any:
-        answer: dict[str, Any] = {**self._about, "object": "chat.completion", "choices": []}
+        answer: dict[str, Any] = {**self._head, "object": "chat.completion", "choices": []}
         for index, delta in enumerate(deltas):
             message = {"role": "assistant", "content": delta.text}
             answer["choices"].append(self._choice(index, delta, "message", message))
-        if self._token_ids:
+        if self._wanted.token_ids:
             answer["prompt_token_ids"] = self.asks[0].prompt_ids
-        answer["usage"] = usage_of(prompt_tokens_of(self.asks), sum(self._made))
+        answer["usage"] = self._usage()
         return answer
 
     def first(self) -> list[Any]:
         chunks = []
         for index in range(len(self.asks)):
             choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-            chunk = self._chunk({**choice, "finish_reason": None}, index)
-            if self._token_ids and index == 0:
+            chunk = self._event(index, {**choice, "finish_reason": None})
+            if self._wanted.token_ids and index == 0:
                 chunk["prompt_token_ids"] = self.asks[0].prompt_ids
             chunks.append(chunk)
         return chunks
 
     def chunk(self, index: int, delta: Delta) -> Any:
-        return self._chunk(self._choice(index, delta, "delta", {"content": delta.text}), index)
-
-    def last(self) -> list[Any]:
-        if not self._usage:
-            return []
-        usage = usage_of(prompt_tokens_of(self.asks), sum(self._made))
-        return [{**self._about, "object": "chat.completion.chunk", "choices": [], "usage": usage}]
-
-    def _chunk(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
-        chunk = {**self._about, "object": "chat.completion.chunk", "choices": [choice]}
-        if self._usage == "always":
-            chunk["usage"] = usage_of(len(self.asks[index].prompt_ids), self._made[index])
-        return chunk
+        return self._event(index, self._choice(index, delta, "delta", {"content": delta.text}))
 
     def _choice(self, index: int, delta: Delta, field: str, message: dict[str, Any]) -> dict[str, Any]:
         self._made[index] += len(delta.ids)
         choice: dict[str, Any] = {
             "index": index,
             field: message,
-            "logprobs": self._logprobs_of(delta) if self._logprobs else None,
+            "logprobs": self._logprobs_of(delta) if self._wanted.logprobs else None,
             "finish_reason": delta.finish or None,
             "stop_reason": delta.stop_reason,
         }
-        if self._token_ids:
+        if self._wanted.token_ids:
             choice["token_ids"] = delta.ids
         return choice
 

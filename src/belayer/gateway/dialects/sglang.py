@@ -37,7 +37,7 @@ async def sglang_order(body: Any, served: Served) -> Order:
     check_logprobs(fields.whole("top_logprobs_num", 0), wish, served, "top_logprobs_num")
     fields.only("token_ids_logprob", why="the journal holds the logprobs of sampled tokens only")
     for name in ("image_data", "video_data", "audio_data", "input_embeds", "modalities", "positional_embed_overrides"):
-        fields.only(name, why=_NOT_TEXT)
+        fields.only(name, [], why=_NOT_TEXT)
     for name in ("return_hidden_states", "return_routed_experts", "return_entropy", "return_sampling_mask"):
         fields.only(name, False, why="only tokens and their logprobs come out")
     for name in ("lora_path", "lora_id", "custom_logit_processor", "session_params", "bootstrap_host"):
@@ -95,6 +95,8 @@ class SglangWriter:
         listed: bool,
     ) -> None:
         self.asks = asks
+        # a request of several completions is aborted by its own name too
+        self.names = [frozenset((self._rid(rids, n), *(rids if len(rids) == 1 else ()))) for n in range(len(asks))]
         self._rids = rids
         self._text = text
         self._logprob = logprob
@@ -122,9 +124,8 @@ class SglangWriter:
                 stop_reason=delta.stop_reason,
             )
         self._so_far[index] = delta
-        rid = self._rids[index] if index < len(self._rids) else f"{self._rids[0]}_{index}"
         meta: dict[str, Any] = {
-            "id": rid,
+            "id": self._rid(self._rids, index),
             "finish_reason": _finish(delta),
             "prompt_tokens": len(self.asks[index].prompt_ids),
             "completion_tokens": len(delta.ids),
@@ -142,6 +143,10 @@ class SglangWriter:
 
     def last(self) -> list[Any]:
         return []
+
+    @staticmethod
+    def _rid(rids: list[str], index: int) -> str:
+        return rids[index] if index < len(rids) else f"{rids[0]}_{index}"
 
 
 def _finish(delta: Delta) -> dict[str, Any] | None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-import uuid
 from typing import Any
 
 from belayer.gateway.dialects._fields import Fields, is_ids
+from belayer.gateway.dialects._openai import OpenAIWriter, Wanted, wanted
 from belayer.gateway.dialects._wish import check_logprobs, model_of, openai_wish
-from belayer.gateway.dialects.base import Ask, Delta, Order, Served
+from belayer.gateway.dialects.base import Delta, Order, Served
 from belayer.gateway.dialects.chat import token_logprobs
-from belayer.gateway.dialects.completions import prompt_tokens_of, stream_options, usage_of
 from belayer.gateway.problems import bad
-from belayer.gateway.text import Text
 
 
 async def vllm_order(body: Any, served: Served) -> Order:
@@ -41,50 +39,24 @@ async def vllm_order(body: Any, served: Served) -> Order:
         served.text.need("output_mode text", "output_mode")
     for name in ("features", "content_parts", "kv_transfer_params", "ec_transfer_params", "reasoning_ended"):
         fields.only(name, why="only token ids go in and come out")
-    stream, usage = stream_options(fields)
+    want = wanted(fields, wish, [list(prompt)], served, logprobs=logprobs is not None)
     writer = GenerateWriter(
-        fields.text("request_id", uuid.uuid4().hex),
-        model,
-        wish.asks([list(prompt)], served),
-        served.text,
-        logprobs=logprobs is not None,
-        top=logprobs == 0 or wish.greedy or served.sampled_logprobs_only,
-        prompt=fields.flag("return_token_ids"),
-        mode=mode,
-        usage=usage,
+        model, want, top=logprobs == 0 or wish.greedy or served.sampled_logprobs_only, as_text=mode == "text"
     )
-    fields.without_effect("cache_salt", "priority", "session_id", "token_offsets", "reasoning_parser_kwargs")
+    fields.without_effect("token_offsets", "reasoning_parser_kwargs")
     fields.end()
-    return wish.order(writer, stream=stream, prompt_name="token_ids")
+    return wish.order(writer, stream=want.stream, prompt_name="token_ids")
 
 
-class GenerateWriter:
+class GenerateWriter(OpenAIWriter):
     """See `Writer`."""
 
-    def __init__(
-        self,
-        request_id: str,
-        model: str,
-        asks: list[Ask],
-        text: Text,
-        *,
-        logprobs: bool,
-        top: bool,
-        prompt: bool,
-        mode: str,
-        usage: str,
-    ) -> None:
-        self.asks = asks
-        self._head = {"request_id": request_id, "output_mode": mode}
+    def __init__(self, model: str, wanted: Wanted, *, top: bool, as_text: bool) -> None:
+        super().__init__(wanted, {"request_id": wanted.name, "output_mode": "text" if as_text else "tokens"})
         self._model = model
-        self._text = text
-        self._logprobs = logprobs
         self._top = top
-        self._prompt = prompt
-        self._mode = mode
-        self._usage = usage
-        self._made = [0] * len(asks)
-        self._versions: list[list[int]] = [[] for _ in asks]
+        self._as_text = as_text
+        self._versions: list[list[int]] = [[] for _ in self.asks]
         self._begun = False
 
     def whole(self, deltas: list[Delta]) -> Any:
@@ -94,28 +66,18 @@ class GenerateWriter:
             "model": self._model,
             "created": int(time.time()),
             "choices": choices,
-            "prompt_token_ids": self.asks[0].prompt_ids if self._prompt else None,
+            "prompt_token_ids": self.asks[0].prompt_ids if self._wanted.token_ids else None,
             "prompt_logprobs": None,
             "kv_transfer_params": None,
-            "usage": usage_of(prompt_tokens_of(self.asks), sum(self._made)),
+            "usage": self._usage(),
         }
 
-    def first(self) -> list[Any]:
-        return []
-
     def chunk(self, index: int, delta: Delta) -> Any:
-        chunk: dict[str, Any] = {**self._head, "choices": [self._choice(index, delta)]}
-        if self._prompt and not self._begun:
+        chunk = self._event(index, self._choice(index, delta))
+        if self._wanted.token_ids and not self._begun:
             chunk["prompt_token_ids"] = self.asks[0].prompt_ids
         self._begun = True
-        if self._usage == "always":
-            chunk["usage"] = usage_of(len(self.asks[index].prompt_ids), self._made[index])
         return chunk
-
-    def last(self) -> list[Any]:
-        if not self._usage:
-            return []
-        return [{**self._head, "choices": [], "usage": usage_of(prompt_tokens_of(self.asks), sum(self._made))}]
 
     def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         self._made[index] += len(delta.ids)
@@ -123,17 +85,17 @@ class GenerateWriter:
         choice: dict[str, Any] = {
             "index": index,
             "token_ids": delta.ids,
-            "logprobs": {"content": self._content(delta)} if self._logprobs else None,
+            "logprobs": {"content": self._content(delta)} if self._wanted.logprobs else None,
             "finish_reason": delta.finish or None,
             "stop_reason": delta.stop_reason,
             "weight_versions": _spans(self._versions[index]) if delta.finish else None,
         }
-        if self._mode == "text":
+        if self._as_text:
             choice["text"] = delta.text
         return choice
 
     def _content(self, delta: Delta) -> list[dict[str, Any]]:
-        if self._mode == "text":
+        if self._as_text:
             return token_logprobs(delta, self._text, as_ids=False, top=self._top)
         entries = []
         for token, value in zip(delta.ids, delta.logprobs, strict=True):

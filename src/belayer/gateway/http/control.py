@@ -29,6 +29,11 @@ _BY_FOLDER = (
 )
 _NOT_OFFERED = {
     "/update_weights_from_tensor": _BY_FOLDER,
+    "/areal_init_weights_update_group": _BY_FOLDER,
+    "/areal_set_update_weight_meta": _BY_FOLDER,
+    "/areal_update_weights_xccl": _BY_FOLDER,
+    "/pull_weights": _BY_FOLDER,
+    "/fetch_weights": _BY_FOLDER,
     "/update_weights_from_distributed": _BY_FOLDER,
     "/init_weights_update_group": _BY_FOLDER,
     "/destroy_weights_update_group": _BY_FOLDER,
@@ -57,6 +62,10 @@ def control_routes() -> list[tuple[str, str, Any]]:
         ("POST", "/abort_requests", _abort_requests),
         ("POST", "/abort_request", _abort_requests),
         ("POST", "/update_weights_from_disk", _update_weights),
+        ("POST", "/areal_update_weights", _update_weights),
+        ("POST", "/areal_pause_generation", _pause_generation),
+        ("POST", "/areal_continue_generation", _continue_generation),
+        ("POST", "/finish_session", _finish_session),
         ("GET", "/weight_info", _weight_info),
         ("GET", "/get_weight_version", _weight_info),
         ("GET", "/is_sleeping", _is_sleeping),
@@ -99,18 +108,26 @@ async def _continue_generation(gateway: Gateway, request: Request) -> Response:
 
 
 async def _abort_requests(gateway: Gateway, request: Request) -> Response:
-    """End everything under way where it is. Single requests end with their connection, or by DELETE of a session."""
+    """End what is under way where it is: all of it, or the requests of these ids. Unknown ids are ignored.
+
+    An id is SGLang's `rid`, vLLM's `request_id`, or the `id` of an answer whose stream has begun.
+    """
     fields = Fields(await read_json(request, gateway.settings.max_body_bytes, empty=True))
-    some, rid = fields.take("request_ids"), fields.text("rid")
-    fields.flag("abort_all")
+    some, rid, everything = fields.strings("request_ids"), fields.text("rid"), fields.flag("abort_all")
+    fields.without_effect("abort_message")
     fields.end()
-    if some or rid:
-        raise Problem(
-            501,
-            "single requests are not aborted by their id; close the connection, or DELETE /sessions/{id}",
-            code="not_offered",
-        )
-    return json_response({"status": "aborted", "aborted": gateway.runner.abort_all()})
+    named = frozenset((*some, rid)) - {""}
+    count = gateway.runner.abort_all(None if everything or not named else named)
+    return json_response({"status": "aborted", "aborted": count})
+
+
+async def _finish_session(gateway: Gateway, request: Request) -> Response:
+    """What SkyRL tells its router: the session makes no more requests. Updates of the weights need not wait for it."""
+    id = request.query_params.get("session_id", "")
+    if not id:
+        raise bad("session_id must name a session", "session_id")
+    known = await gateway.sessions.rest(id)
+    return json_response({"status": "ok", "known": known})
 
 
 async def _update_weights(gateway: Gateway, request: Request) -> Response:

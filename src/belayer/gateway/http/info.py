@@ -36,6 +36,7 @@ def info_routes() -> list[tuple[str, str, Any]]:
         ("GET", "/get_server_info", _server_info),
         ("GET", "/get_world_size", _world_size),
         ("GET", "/load", _load),
+        ("GET", "/v1/loads", _loads),
         ("POST", "/tokenize", _tokenize),
         ("POST", "/detokenize", _detokenize),
     ]
@@ -79,17 +80,13 @@ async def _health_generate(gateway: Gateway, request: Request) -> Response:
         raise Problem(503, "generation is paused", code="paused", retry_after_s=2)
     probe = Generation([0], Sampling(max_tokens=1, temperature=0.0))
     gateway.upstream.check(probe.request(0))
-    bell = asyncio.Event()
-    probe.bells.add(bell)
     gateway.runner.start(probe)
     try:
-        await asyncio.wait_for(bell.wait(), PROBE_S)
+        await asyncio.wait_for(probe.wait(), PROBE_S)
     except TimeoutError:
         raise Problem(503, f"no token within {PROBE_S:g} s", code="unhealthy", retry_after_s=2) from None
     finally:
         gateway.runner.drop(probe)
-    if probe.error is not None:
-        raise probe.error
     return await _health(gateway, request)
 
 
@@ -138,6 +135,11 @@ async def _load(gateway: Gateway, request: Request) -> Response:
     return json_response({"server_load": gateway.runner.running})
 
 
+async def _loads(gateway: Gateway, request: Request) -> Response:
+    """SGLang's, as far as slime reads it."""
+    return json_response({"loads": [{"dp_rank": 0, "num_running_reqs": gateway.runner.running, "num_waiting_reqs": 0}]})
+
+
 async def _tokenize(gateway: Gateway, request: Request) -> Response:
     """vLLM's: the token ids of a prompt or of messages."""
     fields = Fields(await read_json(request, gateway.settings.max_body_bytes))
@@ -145,6 +147,8 @@ async def _tokenize(gateway: Gateway, request: Request) -> Response:
     pieces = fields.flag("return_token_strs")
     fields.without_effect("model", "return_token_offsets")
     fields.only("tools", [], why="tool calls are not parsed")
+    fields.only("mm_processor_kwargs", {}, why="it is for inputs that are not tokens")
+    fields.only("required_prefix_token_ids", [], why="send token ids to /v1/completions instead")
     if "messages" in fields:
         ids = await chat_prompt(fields, gateway.served)
     else:

@@ -155,6 +155,13 @@ class Sessions:
         session.need_open()
         await self._end(session, "failed", lambda: session.fail("ReportedByClient", reason))
 
+    async def rest(self, id: str) -> bool:
+        """Its client makes no more requests: new weights need not wait for it. Returns whether it is known."""
+        session = self._sessions.get(id)
+        if session is not None:
+            await self._upstream.end_trajectory(session.trajectory)
+        return session is not None
+
     async def delete(self, session: Session) -> None:
         """End it for good; of a finished one this says that its trajectory was used."""
         if session.state == "deleted":
