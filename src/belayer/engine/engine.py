@@ -220,7 +220,7 @@ class Engine:
                 continue  # it was cancelled, and the worker had not heard of it yet
             if verdict is Verdict.BROKEN:
                 text = f"worker {message.generation} sent token {made.start} of a request that has {flight.length}"
-                self._fleet.report_fault("worker.protocol", "token positions", text, True)
+                self._fleet.news.fault("worker.protocol", "token positions", text, True)
                 self._fleet.tell(sv.Refused(message.generation, text))
                 return
             self._deliver(flight, made, message.policy_version)
@@ -318,7 +318,7 @@ class Engine:
 
     def _on_hang(self, link: WorkerLink, frozen_s: float, doing: str) -> None:
         text = f"worker {link.generation} hangs: no progress for {frozen_s:.1f} s while {doing}"
-        self._fleet.report_fault("worker.hang", "step counter", text, True, detect_s=frozen_s)
+        self._fleet.news.fault("worker.hang", "step counter", text, True, detect_s=frozen_s)
         self._fleet.tell(sv.Hung(link.generation, text))
 
     @property
