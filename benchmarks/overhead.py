@@ -1,7 +1,8 @@
 """What protection costs while nothing fails, in pairs: whole rollouts, or the rollout engine alone.
 
 `belayer bench overhead` runs the same rollouts with Belayer and without (`_rollout_overhead.py`), `--turns` one half of
-it; `--engine` compares the engine's tokens per second with vLLM's alone (`_engine_overhead.py`).
+it, or sandboxes in step (`_in_step.py`); `--engine` compares the engine's tokens per second with vLLM's alone
+(`_engine_overhead.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ._engine_overhead import overhead
+from ._in_step import in_step
 from ._rollout_overhead import TARGET_HIDDEN, rollout_overhead
 from .calibration import show_calibration
 from .worker import workloads
 
-Turns = Literal["waits", "inference"]
+Turns = Literal["waits", "inference", "step"]
 
 
 def bench(
@@ -30,6 +32,8 @@ def bench(
     models = workloads().models
     if engine:
         cells = overhead(models, quick)
+    elif turns == "step":
+        cells = [in_step(models, quick, scale=scale)]
     else:
         kinds: tuple[Turns, ...] = (turns,) if turns else ("waits", "inference")
         cells = [rollout_overhead(kind, models, quick, scale=scale, policy=policy) for kind in kinds]
@@ -40,7 +44,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     """The overhead with its intervals, and where it goes."""
     table = Table("workload", "against", "overhead", "by sign test", "95% bootstrap", "pairs", "target")
     for cell in result["cells"]:
-        for number, (name, found) in enumerate(cell["overhead"].items()):
+        for number, (name, found) in enumerate(cell.get("overhead", {}).items()):
             low, high = found["bootstrap"]
             table.add_row(
                 cell["workload"] if not number else "",
@@ -51,9 +55,12 @@ def show(result: dict[str, Any], console: Console) -> None:
                 str(found["pairs"]),
                 f"{found['target']:.0%}: {_verdict(found)}",
             )
-    console.print(table)
+    if table.row_count:
+        console.print(table)
     for cell in result["cells"]:
-        if "phases_us_per_token" in cell:
+        if "arms" in cell:
+            _show_in_step(cell, console)
+        elif "phases_us_per_token" in cell:
             _show_engine(cell, console)
         else:
             _show_rollouts(cell, console)
@@ -68,6 +75,22 @@ def _verdict(found: dict[str, Any]) -> str:
 def _show_engine(cell: dict[str, Any], console: Console) -> None:
     where = ", ".join(f"{name} {value:.1f}" for name, value in cell["phases_us_per_token"].items())
     console.print(f"{cell['workload']}: microseconds of a token: {where}")
+
+
+def _show_in_step(cell: dict[str, Any], console: Console) -> None:
+    table = Table("policy", "checkpoints", "given up", "skipped", "at once", "overlapping", "exposed, of dumping")
+    for arm, found in cell["arms"].items():
+        table.add_row(
+            "adaptive" if arm == "aware" else "without the price for others",
+            str(found["taken"]),
+            str(found["abandoned"]),
+            str(found["skipped"]),
+            str(found["at_once"]),
+            f"{found['overlap_s']:.2f} s",
+            f"{found['exposed_s'] * 1e3:.0f} ms of {found['seconds']:.2f} s: {found['exposed_of_dumping']:.1%}",
+        )
+    table.title = cell["workload"]
+    console.print(table)
 
 
 def _show_rollouts(cell: dict[str, Any], console: Console) -> None:

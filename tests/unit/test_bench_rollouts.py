@@ -17,6 +17,7 @@ if importlib.util.find_spec("torch") is None:
 
 from benchmarks._calibration import LEVELS, SETTLED, Calibration, poisson_p
 from benchmarks._e2e_rollouts import Lived, arm_config, cell, merged, rollout_ratio, sameness
+from benchmarks._in_step import overlap
 from benchmarks._paced import PacedEngine, token
 from benchmarks._rollout_overhead import SHAPES, Seen, hidden_if_always
 from benchmarks._strikes import Strikes
@@ -40,6 +41,12 @@ def test_small_batches_have_the_published_quantiles() -> None:
     assert statistics.median(tools) == pytest.approx(0.3, rel=0.1)
     assert tools[-1] == TOOL_LIMIT_S
     assert found == sorted(lengths(40, TURN, random.Random(9), math.inf)), "another seed only shuffles"
+
+
+def test_overlap_of_spans() -> None:
+    assert overlap([]) == (0, 0.0)
+    assert overlap([(1.0, 2.0), (2.0, 3.0)]) == (1, 0.0)
+    assert overlap([(1.0, 4.0), (2.0, 3.0), (2.5, 5.0)]) == (3, pytest.approx(2.0))
 
 
 def test_scale_shortens_turns_and_tools_and_nothing_else() -> None:

@@ -16,8 +16,8 @@ import pytest
 from belayer import events
 from belayer.checkpoint.live_policy import LivePolicy
 from belayer.checkpoint.moment import LOOK_S, SLACK, Moment
-from belayer.checkpoint.policy import Adaptive, Always, Decision, EveryN, Never
-from belayer.checkpoint.predictors import Contention
+from belayer.checkpoint.policy import Adaptive, Always, Decision, EveryN, Learned, Never
+from belayer.checkpoint.predictors import Contention, FailureRate
 from belayer.checkpoint.turns import Turn, Turns
 from belayer.config import PolicyConfig
 from belayer.errors import CheckpointRefused, SandboxLost, StorageFull
@@ -60,11 +60,11 @@ class Box:
 class Scene:
     """One rollout with its journal, its order of dumps, and a clock that only the test moves."""
 
-    def __init__(self, folder: Path, policy: Any) -> None:
+    def __init__(self, folder: Path, policy: Any, turns: Turns | None = None) -> None:
         self.now = 0.0
         self.policy = policy
         self.journal = Journal(folder / "journal")
-        self.turns = Turns(folder / "turns", at_once=1, clock=lambda: self.now, later=lambda delay, work: None)
+        self.turns = turns or Turns(folder / "turns", at_once=1, clock=lambda: self.now, later=lambda delay, work: None)
         self.box = Box(self.turns)
         self.problem: str | None = None
         self.lost: list[str] = []
@@ -266,6 +266,49 @@ async def test_given_up_when_its_turn_comes_too_late_in_the_bubble(scene: Scene)
     ((kind, why),) = scene.said()
     assert kind == "not taken"
     assert why == "abandoned: its turn came after 0.250 s; price 9 ms > saved 5 ms; before: early: price 1 ms"
+
+
+class Blind(Contention):
+    """What it costs others is not in the price."""
+
+    def delay_s(self, cost_s: float, running: int) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("contention, at_once", [(Contention, 1), (Blind, 2)])
+def test_the_price_for_others_spreads_the_dumps_of_sandboxes_in_step(
+    tmp_path: Path, contention: type[Contention], at_once: int
+) -> None:
+    async def main() -> None:
+        turns = Turns(tmp_path / "turns", at_once=2)
+        learned = Learned()
+        learned.failures = FailureRate(300.0, worth=1e6)  # a checkpoint saves about 10 ms here
+        learned.contention = contention()
+        policy = Adaptive(learned=learned)
+        for _ in range(30):
+            policy.bubble(4.0)
+            policy.action(1.0)
+            policy.cost(0.1, 10e6)
+        scenes = [Scene(tmp_path / str(number), policy, turns) for number in range(4)]
+        for scene in scenes:
+            scene.act(3.0)
+            scene.now = 0.1  # all in their bubble for a while when the turn comes
+            await scene.begin()
+        most = 0
+        for _ in scenes:
+            dumping = [scene for scene in scenes if scene.bubble.state is BubbleState.DUMPING]
+            most = max(most, len(dumping))
+            for scene in dumping:
+                scene.box.end.set()
+            await settle()
+        for scene in scenes:
+            await scene.bubble.settle()
+            assert [kind for kind, _ in scene.said()] == ["taken"]
+            scene.journal.close()
+        assert most == at_once
+        turns.close()
+
+    asyncio.run(main())
 
 
 @in_scene(lambda: EveryN(1))

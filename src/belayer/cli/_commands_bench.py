@@ -32,7 +32,8 @@ def bench(
         Parameter(help="policy: the turns of this `train` run instead of drawn ones. calibration: the run to look at."),
     ] = None,
     turns: Annotated[
-        Literal["waits", "inference"] | None, Parameter(help="overhead: only turns that are waits, or real ones.")
+        Literal["waits", "inference", "step"] | None,
+        Parameter(help="overhead: only turns that are waits, or real ones; or sandboxes that all wait in step."),
     ] = None,
     scale: Annotated[
         float | None, Parameter(help="overhead, e2e: turns last so much of their published length.")
