@@ -121,8 +121,9 @@ class ProtectedHost:
         rollout = name
         while self.journal.history(rollout).started is not None:
             rollout = f"{name}-{secrets.token_hex(3)}"
+        seed = self.config.run.seed
         self.journal.record(
-            r.RolloutStarted(rollout=rollout, attempt=0, group=group, task=task, seed=self.config.run.seed)
+            r.RolloutStarted(rollout=rollout, attempt=0, group=group, task=task, seed=seed, image=image or "")
         )
         self._emit(events.ROLLOUT_STARTED, rollout, group=group, attempt=0)
         keeper = EnvironmentKeeper(
