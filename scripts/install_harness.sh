@@ -3,6 +3,7 @@
 #
 #   agents      mini-swe-agent and SWE-ReX: some MB on top of the packages of set-up
 #   verifiers   verifiers, on top of the packages of set-up too, with its own versions of some in front
+#   verl        verl's rollout side with Ray, about 280 MB. Not part of set-up
 #   harbor      Harbor with everything, about 600 MB; needs Python >= 3.12. Not part of set-up: minutes
 #
 # The versions that set-up has installed are never touched. --path prints the Python of an installed one, or fails with

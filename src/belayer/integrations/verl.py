@@ -6,12 +6,11 @@
 
 and a column `agent_name` with the value `belayer_sandbox` in the data.
 
-verl generates with its own engines; each sample acts in one protected sandbox, through the tool `bash`. verl
+Each sample acts in one protected sandbox, through the tool `bash`. verl
 makes a message for the model of every exception in a tool: what ends an environment is raised again after it, and ends
 the sample. Derive from the class for `prepare` and `reward`.
 
-There is no rollout replica here: verl pushes weights into its replicas' processes through its checkpoint engines, which
-Belayer's engine does not speak, and a replica without weights would train on stale ones.
+Generation by Belayer's engine is the other half: `belayer.integrations.verl_rollout`. Each works without the other.
 """
 
 from __future__ import annotations
