@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from tests.conftest import needs_sandboxes
 from tests.sandbox_kit import sandboxes
@@ -117,12 +118,19 @@ class Hand:
             os.kill(keeper.sandbox.init_pid, signal.SIGKILL)
 
 
+class Due(EveryN):
+    """Every n, also where the agent has to queue for it: what is struck here counts on its checkpoint."""
+
+    def decide(self, situation):
+        return super().decide(msgspec.structs.replace(situation, bubble_over=False))
+
+
 async def collect(folder: Path, *, strike: bool):
     config = Config(run=RunConfig(max_concurrent=8), recovery=RecoveryConfig(infra_retries=12, attempts=1))
     async with sandboxes(folder / "checkpoints") as manager:
         journal = Journal(folder / "journal")
         run = Run(SimpleNamespace(path=folder), config, journal, SimpleNamespace(close=lambda: None))
-        run._policy = EveryN(2) if strike else Never()
+        run._policy = Due(2) if strike else Never()
         run.sandboxes, run.engine, run.sink = manager, ModelEngine(World(), Chaos([]), 5), events.ignore
         hand = Hand(run) if strike else None
         try:
