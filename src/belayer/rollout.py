@@ -161,6 +161,7 @@ class Rollout:
         repetition_penalty: float = 1.0,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
+        min_tokens: int = 0,
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
     ) -> Turn:
@@ -181,6 +182,7 @@ class Rollout:
                 repetition_penalty=repetition_penalty,
                 presence_penalty=presence_penalty,
                 frequency_penalty=frequency_penalty,
+                min_tokens=min_tokens,
                 stop_token_ids=tuple(stop_token_ids),
                 stop=(stop,) if isinstance(stop, str) else tuple(stop),
             )

@@ -1,18 +1,23 @@
-"""The rollout replica under verl's own classes, in verl's Python; no trainer and no Ray (see adapter_verl.py)."""
+"""The adapters of verl under its own classes, in its Python; no trainer and no Ray (see adapter_verl.py)."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from tests.conftest import needs_root, needs_vllm
-from tests.contract.adapter_kit import ROOT, harness_python
+from tests.conftest import needs_root, needs_sandboxes, needs_vllm
+from tests.contract.adapter_kit import ROOT, harness_python, run_struck
 
-pytestmark = [pytest.mark.contract, needs_root, needs_vllm]
+from belayer.journal.journal import read_histories
+
+pytestmark = pytest.mark.contract
 
 
+@needs_root
+@needs_vllm
 @pytest.mark.timeout(300)
 def test_verls_clients_notice_no_kill_and_get_new_weights(tmp_path: Path) -> None:
     python = harness_python("verl", "verl")
@@ -30,3 +35,35 @@ def test_verls_clients_notice_no_kill_and_get_new_weights(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-4000:]
     said = done.stdout.splitlines()
     assert said[-4:] == ["survived a kill", "new weights", "partial rollout", "all of it"], done.stdout
+
+
+@needs_sandboxes
+def test_verls_tool_agent_loop_does_not_notice_a_kill(tmp_path: Path) -> None:
+    python = harness_python("verl", "verl")
+    said, struck = run_struck(
+        [python, str(ROOT / "tests/contract/adapter_verl_agent.py"), "kept"],
+        tmp_path,
+        "/task/begun-verl",
+        PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
+    )
+    assert struck and "reward 1.0 turns" in said, said
+    seen = json.loads(next(line for line in said.splitlines() if line.startswith("seen ")).removeprefix("seen "))
+    assert "[tool]a\n" in seen and "a\na\n" not in seen, "the first command has happened once"
+    assert "[exit code 3]" in seen
+    (history,) = read_histories(tmp_path / "runs/harness/journal").values()
+    assert history.restores == 1 and history.reward == 1.0
+
+
+@needs_sandboxes
+def test_a_sample_whose_context_cannot_hold_has_no_reward(tmp_path: Path) -> None:
+    """verl would make a message for the model of it; the adapter ends the sample."""
+    python = harness_python("verl", "verl")
+    said, _ = run_struck(
+        [python, str(ROOT / "tests/contract/adapter_verl_agent.py"), "diverges"],
+        tmp_path,
+        "/nobody-makes-this",
+        PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
+    )
+    assert "ended by ContextDiverged after turn 2" in said, said
+    (history,) = read_histories(tmp_path / "runs/harness/journal").values()
+    assert history.reward is None
