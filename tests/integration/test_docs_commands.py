@@ -8,15 +8,19 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from tests import docs_runs
 from tests.conftest import needs_sandboxes, needs_vllm
+from tests.crash.test_train_job import SMALL
 from tests.docs_kit import PAGES, ROOT, Block, Command, blocks, commands
 
 from belayer.cli.app import app
@@ -46,6 +50,7 @@ NAMES = {
     "solve": "Callable[[Rollout], Awaitable[float]]",
     "tasks": "list[Any]",
     "tokenizer": "Any",
+    "trajectory": "Trajectory",
     "train_on": "Callable[[list[Trajectory]], None]",
 }
 # big packages whose types are not what is checked here
@@ -122,22 +127,79 @@ runpy.run_path({str(ROOT / "examples/own_environment.py")!r}, run_name="__main__
     return place
 
 
+@pytest.fixture(scope="module")
+def carried_out(finished: Path) -> dict[str, dict[str, Any]]:
+    """What each line of `docs_runs.HERE` came to, carried out in that folder in the order of the table."""
+    small = SMALL.replace("steps = 2", "steps = 1")
+    assert small != SMALL
+    (finished / "small.toml").write_text(small)
+    for name in ("shell_task.py", "tiny_model.py"):
+        shutil.copy(ROOT / "examples" / name, finished)
+    lines = list(dict.fromkeys(line for line, _ in docs_runs.HERE.values()))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/docs_runs.py")],
+        cwd=finished,
+        input="\n".join(lines) + "\n",
+        env=os.environ | {"COLUMNS": "150"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    told = {told["line"]: told for told in map(json.loads, done.stdout.splitlines())}
+    assert told.keys() == set(lines), done.stdout + done.stderr
+    return told
+
+
+@pytest.mark.timeout(800)  # all lines are carried out before the first is judged: half a minute on a quiet machine
 @needs_sandboxes
 @needs_vllm
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("show runs/mine", "4 rollouts: 4 delivered"),
-        ("show runs/mine r-0-0", "rollout r-0-0: delivered"),
-        ("verify runs/mine", "consistent: every context describes"),
-        ("compare runs/mine runs/mine", "4"),
-        ("checkpoint list runs/mine", "checkpoints"),
-        ("image list", "base"),
-    ],
-)
-def test_commands_about_a_run_run(finished: Path, line: str, says: str):
-    done = belayer(line, cwd=finished)
-    assert done.returncode == 0 and says in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("command", docs_runs.HERE)
+def test_a_command_does_what_it_is_there_for(carried_out: dict[str, dict[str, Any]], command: str) -> None:
+    line, says = docs_runs.HERE[command]
+    told = carried_out[line]
+    assert told["code"] in (0, None) and says in told["out"], told["out"] or told["code"]
+
+
+def as_written(command: Command) -> str:
+    """A command as the tables of `docs_runs` know it, wherever it is called from."""
+    return " ".join([Path(command.words[0]).name, *command.words[1:]])
+
+
+def is_mere_name(command: Command) -> bool:
+    """In the text: the name of a command of ours, without anything that one would type behind it."""
+    if not command.inline:
+        return False
+    inner = app
+    for word in command.words[1:]:
+        if word not in set(inner):
+            return False
+        inner = inner[word]
+    return True
+
+
+def test_every_command_is_run_by_a_test_or_listed() -> None:
+    tables = (docs_runs.HERE, docs_runs.ELSEWHERE, docs_runs.NOT_RUN)
+    known = [command for table in tables for command in table]
+    assert len(known) == len(set(known)), "a command is in two tables"
+    written = {as_written(command) for command in COMMANDS if not is_mere_name(command)}
+    assert written <= set(known), f"in no table of tests/docs_runs.py: {sorted(written - set(known))}"
+    assert set(known) - written <= {as_written(command) for command in COMMANDS}, "no page has these any more"
+    # names in the text are names of something that is run as well
+    for name in {as_written(command) for command in COMMANDS} - written:
+        assert any(f"{command} ".startswith(f"{name} ") for command in known), f"{name} is run nowhere"
+    assert len(docs_runs.NOT_RUN) == 13, "count anew what no test runs"
+
+
+@pytest.mark.parametrize("command", docs_runs.ELSEWHERE)
+def test_what_runs_elsewhere_does(command: str) -> None:
+    where, shown = docs_runs.ELSEWHERE[command]
+    file, _, name = where.partition("::")
+    source = (ROOT / file).read_text()
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert len(found) == 1, f"{where} does not exist"
+    text = ast.get_source_segment(source, found[0]) or ""
+    assert all(part in text for part in shown), f"{where} does not run `{command}` any more"
 
 
 def belayer(line: str, *, cwd: Path) -> subprocess.CompletedProcess[str]:
