@@ -144,6 +144,7 @@ NOT_RUN: dict[str, str] = {
     "belayer bench overhead": _MINUTES,
     "belayer bench overhead --engine": _MINUTES,
     "belayer bench overhead --turns inference": _MINUTES,
+    "belayer bench overhead --turns step": _MINUTES,
     "belayer bench e2e --train": _MINUTES,
     "belayer bench gateway": _MINUTES,
     "belayer bench faults": _MINUTES,
