@@ -108,6 +108,7 @@ class Campaign(ABC, Generic[S]):
     def carry_out(self, *, resume: bool, stopped: Callable[[], None]) -> None:
         """`begin` and `run`. After Ctrl-C everything is saved and `stopped` shows what there is so far."""
         self.begin(resume=resume)
+        self.save()  # what cannot be saved is better known before than after hours
         try:
             self.run()
         except KeyboardInterrupt:

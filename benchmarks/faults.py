@@ -108,8 +108,6 @@ def bench(
         raise ConfigError(
             "two campaigns were chosen", next_step="say --engine or --sandbox, or neither for whole rollouts"
         )
-    if faults is not None and faults < 1:
-        raise ConfigError(f"--faults {faults}: a campaign has at least one")
     if engine:
         return _engine(quick, faults or COUNT[quick], seed, resume)
     if sandbox:

@@ -118,6 +118,18 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
+def check_format(path: Path) -> None:
+    """Raises `RunVersionMismatch` for a run of another format. One whose run.json is damaged passes: what only looks at
+    a run needs its journal, and says for itself what it misses.
+    """
+    try:
+        _read_about(path)
+    except RunVersionMismatch:
+        raise
+    except RunError:
+        pass
+
+
 def configured(about: dict[str, Any], section: str) -> dict[str, Any]:
     """A section of the configuration that a run was made with; empty where it does not say."""
     config = about.get("config")

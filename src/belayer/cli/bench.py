@@ -15,11 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from belayer.errors import ConfigError
+from belayer.errors import ConfigError, StorageFull
+from belayer.files import write_atomically
 from belayer.sandbox.setup import separate_store
 from belayer.versions import versions
 
 PACKAGE = "belayer_benchmarks"
+POSITIVE = frozenset({"faults", "scale", "kills"})
 
 # a table that goes into a file is not to be as narrow as no terminal is
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 150)
@@ -48,9 +50,14 @@ def bench_command(name: str, *, quick: bool, json_path: Path | None, **options: 
     known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     if name not in known:
         raise ConfigError(f"no benchmark {name}", next_step=f"choose one of: {', '.join(known)}")
+    given = {key: value for key, value in options.items() if value is not None}
+    for key in given.keys() & POSITIVE:
+        if given[key] <= 0:
+            raise ConfigError(f"--{key} {given[key]} is too few", next_step="leave it out for the usual number")
+    if json_path is not None:
+        _check_writable(json_path)
     module = _load(folder, name)
     separate_store("store-bench")
-    given = {key: value for key, value in options.items() if value is not None}
     if unknown := given.keys() - inspect.signature(module.bench).parameters.keys():
         raise ConfigError(f"the benchmark {name} has no option {', '.join(f'--{key}' for key in sorted(unknown))}")
     result: dict[str, Any] = {"bench": name, "machine": _machine(), "versions": versions(), "quick": quick}
@@ -60,10 +67,21 @@ def bench_command(name: str, *, quick: bool, json_path: Path | None, **options: 
         module.show(result, console)
     console.print("all checks passed" if result["ok"] else "[bold red]a correctness check failed[/]")
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n")
+        write_atomically(json_path, (json.dumps(result, indent=1) + "\n").encode())
         console.print(f"written to {json_path}")
     return 0 if result["ok"] else 1
+
+
+def _check_writable(path: Path) -> None:
+    """Before hours of work, not after them. Raises `ConfigError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        write_atomically(path.with_name(f".{path.name}.probe"), b"")
+        path.with_name(f".{path.name}.probe").unlink()
+    except (OSError, StorageFull) as error:
+        raise ConfigError(f"--json {path} cannot be written: {error}", next_step="choose another file") from None
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -8,20 +8,23 @@ from rich.console import Console
 
 from belayer.errors import RunError
 from belayer.journal import compare_runs
+from belayer.run_directory import check_format
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 def need_run(run: Path) -> None:
-    """Raises `RunError` unless `run` is a run directory."""
+    """Raises `RunError` unless `run` is a run directory, and of a format that this version reads."""
     if not run.is_dir():
-        raise RunError(f"{run} does not exist", next_step="check the path; runs are usually below runs/")
+        what = "is a file, not a run's folder" if run.exists() else "does not exist"
+        raise RunError(f"{run} {what}", next_step="check the path; runs are usually below runs/")
     if not (run / "run.json").is_file():
         raise RunError(f"{run} is not a run directory: it has no run.json", next_step="check the path")
+    check_format(run)
 
 
 def compare_command(run: Path, reference: Path) -> int:
-    """Print the comparison; 0 if every common rollout has the same tokens and reward."""
+    """Print the comparison; 0 if there are common rollouts and all have the same tokens and reward."""
     need_run(run)
     need_run(reference)
     found = compare_runs(run, reference)
@@ -30,6 +33,9 @@ def compare_command(run: Path, reference: Path) -> int:
         f"{found.tokens_changed} of {found.tokens_compared} tokens changed; {found.rewards_changed} rewards changed; "
         f"only in {run}: {found.only_here}; only in {reference}: {found.only_there}"
     )
+    if not found.rollouts_compared:
+        console.print("nothing to compare: no finished rollout is in both")
+        return 1
     if found.first_difference:
         console.print(f"first difference: {found.first_difference}", markup=False)
     return 0 if found.same else 1

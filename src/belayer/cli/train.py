@@ -73,7 +73,7 @@ def resume_command(directory: Path, *, plain: bool, metrics_port: int | None = N
         job = json.loads((directory / JOB_FILE).read_text())
         config = Config.model_validate(job["config"])
         base, reference = Path(job["base"]), bool(job["reference"])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if (directory / "run.json").exists():
             if "gateway" in read_about(directory):
                 raise RunError(

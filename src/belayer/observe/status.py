@@ -22,7 +22,7 @@ from belayer.observe._clock import RunClock
 from belayer.observe._live_state import LiveFeed, LiveState
 from belayer.observe._values import quantile, whole
 from belayer.observe.metrics import MetricsTail
-from belayer.run_directory import damaged, driver_of, unread_tail
+from belayer.run_directory import check_format, damaged, driver_of, unread_tail
 
 State = Literal["starting", "running", "finished", "stopped"]
 _SILENT_S = 60.0
@@ -108,6 +108,7 @@ class RunReader:
                 next_step="check the path; runs are usually below runs/",
             )
         self.path = path
+        check_format(path)
         self._about = _read_about(path)
         self._tail = MetricsTail(path / "metrics.jsonl")
         self._feed = LiveFeed()
