@@ -15,7 +15,7 @@ from belayer.checkpoint.manifest import Manifest, read_manifest
 from belayer.config import SandboxConfig, load_config
 from belayer.errors import CheckpointDamaged, RunError
 from belayer.run_directory import RunDirectory, configured, read_about
-from belayer.sandbox._data import RunPlaces
+from belayer.sandbox import RunPlaces
 from belayer.sandbox.store import Store
 from belayer.sandbox.transfer import export_checkpoint, import_checkpoint
 

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from belayer.observe._values import duration
+from belayer.observe import duration
 from belayer.observe.live import picture
 from belayer.observe.status import InFlight, RunReader, RunStatus
 

@@ -3,6 +3,7 @@
 All of it is fed by events (`belayer.events`); nothing here decides anything. See docs of each module for the formats.
 """
 
+from belayer.observe._values import duration
 from belayer.observe.live import LiveView, PlainView, View, open_view
 from belayer.observe.metrics import MetricsLog, read_metrics, scan_metrics
 from belayer.observe.report import write_report
@@ -18,6 +19,7 @@ __all__ = [
     "RunSummary",
     "Summary",
     "View",
+    "duration",
     "open_view",
     "open_watchers",
     "read_metrics",

@@ -1,6 +1,7 @@
 """Environments: containers with a persistent session, full checkpoint and full restore."""
 
 from belayer.checkpoint.manifest import Manifest
+from belayer.sandbox._data import RunPlaces
 from belayer.sandbox._levels import Restored
 from belayer.sandbox._session import ExecResult
 from belayer.sandbox._verdict import Capability, best_level
@@ -15,6 +16,7 @@ __all__ = [
     "ExecResult",
     "Manifest",
     "Restored",
+    "RunPlaces",
     "Sandbox",
     "Sandboxes",
     "best_level",
