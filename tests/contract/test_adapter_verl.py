@@ -37,15 +37,15 @@ def test_verls_clients_notice_no_kill_and_get_new_weights(tmp_path: Path) -> Non
     assert said[-4:] == ["survived a kill", "new weights", "partial rollout", "all of it"], done.stdout
 
 
+def run_loop(what: str, folder: Path, file: str) -> tuple[str, bool]:
+    python = harness_python("verl", "verl")
+    program = str(ROOT / "tests/contract/adapter_verl_agent.py")
+    return run_struck([python, program, what], folder, file, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
+
+
 @needs_sandboxes
 def test_verls_tool_agent_loop_does_not_notice_a_kill(tmp_path: Path) -> None:
-    python = harness_python("verl", "verl")
-    said, struck = run_struck(
-        [python, str(ROOT / "tests/contract/adapter_verl_agent.py"), "kept"],
-        tmp_path,
-        "/task/begun-verl",
-        PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
-    )
+    said, struck = run_loop("kept", tmp_path, "/task/begun-verl")
     assert struck and "reward 1.0 turns" in said, said
     seen = json.loads(next(line for line in said.splitlines() if line.startswith("seen ")).removeprefix("seen "))
     assert "[tool]a\n" in seen and "a\na\n" not in seen, "the first command has happened once"
@@ -57,13 +57,7 @@ def test_verls_tool_agent_loop_does_not_notice_a_kill(tmp_path: Path) -> None:
 @needs_sandboxes
 def test_a_sample_whose_context_cannot_hold_has_no_reward(tmp_path: Path) -> None:
     """verl would make a message for the model of it; the adapter ends the sample."""
-    python = harness_python("verl", "verl")
-    said, _ = run_struck(
-        [python, str(ROOT / "tests/contract/adapter_verl_agent.py"), "diverges"],
-        tmp_path,
-        "/nobody-makes-this",
-        PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
-    )
+    said, _ = run_loop("diverges", tmp_path, "/nobody-makes-this")  # it strikes itself
     assert "ended by ContextDiverged after turn 2" in said, said
     (history,) = read_histories(tmp_path / "runs/harness/journal").values()
     assert history.reward is None

@@ -100,6 +100,19 @@ def reference(folder: Path, work: Work, tokens: list[int]) -> torch.Tensor:
     return logits(folder, work.prompt_ids + tokens)[len(work.prompt_ids) - 1 : -1]
 
 
+def check_against_reference(folder: Path, work: Work, tokens: list[int], logprobs: list[float]) -> None:
+    """Logprobs are the model's, and every token is the one that the counter-based sampler draws from its logits."""
+    expected = reference(folder, work, tokens)
+    said = torch.log_softmax(expected, dim=-1)
+    for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        assert logprob == pytest.approx(float(said[position, token]), abs=2e-4)
+        penalties = {}
+        if penalised(work.sampling):
+            penalties[position] = Penalties(work.sampling, work.prompt_ids)
+            penalties[position].extend(tokens[:position])
+        assert choose(expected, [(position, work.sampling, position)], penalties) == [token], (work.id, position)
+
+
 def resumed(work: Work, done: list[int]) -> Work:
     return Work(work.id, work.prompt_ids, done, work.sampling)
 
@@ -122,16 +135,7 @@ def test_logprobs_are_the_model_s_and_tokens_the_counter_based_sampler_s(
 ) -> None:
     """Against another implementation of the model: temperature, filters and penalties move tokens, never logprobs."""
     for item in work:
-        tokens, logprobs, _ = whole[item.id]
-        expected = reference(folders[0], item, tokens)
-        said = torch.log_softmax(expected, dim=-1)
-        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            assert logprob == pytest.approx(float(said[position, token]), abs=2e-4)
-            penalties = {}
-            if penalised(item.sampling):
-                penalties[position] = Penalties(item.sampling, item.prompt_ids)
-                penalties[position].extend(tokens[:position])
-            assert choose(expected, [(position, item.sampling, position)], penalties) == [token], (item.id, position)
+        check_against_reference(folders[0], item, *whole[item.id][:2])
 
 
 def test_warming_up_leaves_no_trace(host: BackendHost, work: list[Work], whole: Run) -> None:
@@ -239,15 +243,7 @@ def test_nothing_ends_a_completion_too_early(
         tokens, logprobs, _ = ended[item.id]
         assert set(whole[item.id][0][:least]) & set(ends), "it would have ended there"
         assert not set(tokens[:-1]) & set(ends) and len(tokens) > least
-        expected = reference(folders[0], item, tokens)
-        said = torch.log_softmax(expected, dim=-1)
-        for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
-            assert logprob == pytest.approx(float(said[position, token]), abs=2e-4)
-            penalties = {}
-            if penalised(item.sampling):
-                penalties[position] = Penalties(item.sampling, item.prompt_ids)
-                penalties[position].extend(tokens[:position])
-            assert choose(expected, [(position, item.sampling, position)], penalties) == [token], (item.id, position)
+        check_against_reference(folders[0], item, tokens, logprobs)
     for position in range(1, LENGTH):
         if position % 2:
             host.ask("forget_prefixes")
