@@ -187,6 +187,9 @@ def _one_run(config: Config, base: Path, held: RunDirectory, *, title: str, plai
                 outcome = await run_job(config, base, held, sink=sink, say=console.print)
                 started, delivered, duplicated = outcome.journal_counts
                 summary.set_rollouts(started=started, delivered=delivered, duplicated=duplicated)
+                if outcome.faults_skipped:
+                    left_out = ", ".join(sorted(outcome.faults_skipped))
+                    console.print(f"{len(outcome.faults_skipped)} faults found no target in time: {left_out}")
             finally:
                 summary.write(directory / "summary.json")
             return summary.result()

@@ -79,7 +79,7 @@ class MetricsLog:
                 self._torn = False
                 self.failure = None
             except OSError as error:
-                self._refused(lines, content, written, error)
+                self._refused(content, written, error)
 
     def close(self) -> None:
         """Flush and close. Events that come later are counted in `dropped`. Safe to call twice."""
@@ -111,7 +111,7 @@ class MetricsLog:
             if self.failure is not None and not self._closing:
                 time.sleep(self._flush_s)  # a buffer past its mark would otherwise spin on a full disk
 
-    def _refused(self, lines: list[bytes], content: bytes, written: int, error: OSError) -> None:
+    def _refused(self, content: bytes, written: int, error: OSError) -> None:
         """Keep what the disk did not take. A line that went in by half is written again, whole."""
         whole = content.rfind(b"\n", 0, written) + 1
         self._torn = written > whole if written else self._torn
