@@ -19,7 +19,7 @@ from belayer.sandbox._place import Place
 from belayer.sandbox._trees import Trees
 from belayer.sandbox._warm import mapped, read_ahead
 
-DELAY_S = 0.05  # whoever has waited for the checkpoint goes on first
+DELAY_S = 0.01  # whoever has waited for the checkpoint goes on first
 BUSY_S = 1.0  # at most so long it waits for checkpoints and restores of others
 
 
