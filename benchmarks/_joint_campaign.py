@@ -42,7 +42,7 @@ TRIES = 3  # rounds in which a failpoint may not be passed before its fault is g
 HANDED = 160  # faults that one driver is given
 ENDS = 4  # faults that end a driver, of which one gets the first chance that comes
 DRIVER_LIVES_S = 30.0  # before it is struck
-QUICK_LIVES_S = 3.0
+QUICK_LIVES_S = 6.0
 
 
 class Campaign(_campaign.Campaign[Saved]):

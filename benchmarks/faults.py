@@ -13,8 +13,9 @@ descriptors nor memory may have grown.
 see `_sandbox_rounds`.
 
 `--faults N` injects N faults (2,000; engine: 1,000; sandboxes: 500), `--seed S` others. A campaign that was stopped
-goes on with `--resume`. With `--quick` a campaign ends within a minute; whole rollouts need two to three: 12 of them
-without faults, and again under 27 faults that take every kind, the death of the driver and a full disk included.
+goes on with `--resume`. With `--quick` a campaign ends within a minute; whole rollouts need more, for each of three to
+five drivers starts an engine: 24 rollouts without faults, and again under up to 27 faults, which are of every kind, the
+death of the driver and a full disk included.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ._models import Model, folder
 COUNT = {True: 40, False: 1000}
 ROUNDS = {True: 40, False: 500}
 JOINT = {True: 27, False: 2000}
-JOINT_ROLLOUTS = {True: 12, False: 96}  # of every round
+JOINT_ROLLOUTS = {True: 24, False: 96}  # of every round
 QUICK_S = 38.0  # no fault is struck later; the end comes on top
 
 _console = Console(highlight=False, soft_wrap=True)
