@@ -15,7 +15,7 @@ def bench(
     name: str,
     *,
     quick: Annotated[
-        bool, Parameter(negative="", help="Fewer samples and workloads; ends within about a minute (faults: some).")
+        bool, Parameter(negative="", help="Fewer samples and workloads; ends within about a minute (faults: three).")
     ] = False,
     json: Annotated[Path | None, Parameter(help="Write machine, versions and every sample to this file.")] = None,
     engine: Annotated[
