@@ -21,10 +21,11 @@ from tests.engine_kit import byte_tokenizer
 
 from belayer.cli.serve import _with_token
 from belayer.config import load_config
-from belayer.engine import GenerationRequest, Sampling
+from belayer.engine import GenerationRequest, Sampling, TokenChunk
 from belayer.engine.stopping import Pieces, StopWatch
 from belayer.errors import ConfigError, EngineUnavailable, JournalError, RequestRefused, StorageFull, TurnRestarted
 from belayer.gateway import serving
+from belayer.gateway.generation import Generation
 from belayer.gateway.http.guards import BearerToken
 from belayer.gateway.problems import problem_of
 from belayer.gateway.sessions.intent import fingerprint
@@ -193,6 +194,22 @@ def test_a_drawn_seed_is_not_part_of_what_was_asked() -> None:
     assert fingerprint([1, 2], one, True) != fingerprint([1, 2], two, True)
     assert fingerprint([1, 2], one, True) != fingerprint([1, 2], one, False)
     assert fingerprint([1, 2], one, False) != fingerprint([1, 3], one, False)
+
+
+def test_tokens_that_cross_an_abort_do_not_open_it_again() -> None:
+    journalled: list[TokenChunk] = []
+    made = Generation([1], Sampling(max_tokens=9), journal=journalled.append)
+
+    def chunk(start: int, ids: list[int], finish: str | None = None) -> TokenChunk:
+        logprobs = [-0.5] * len(ids)
+        return TokenChunk(
+            request_id="r", start=start, token_ids=ids, logprobs=logprobs, weights_version=0, finish_reason=finish
+        )
+
+    for each in (chunk(0, [5, 6]), chunk(2, [], "abort"), chunk(2, [7]), chunk(3, [8], "length")):
+        made.accept(each)
+    assert (made.ids, made.finish, made.done) == ([5, 6], "abort", True)
+    assert [each.start for each in journalled] == [0, 2]
 
 
 # -- other servers' streams --------------------------------------------------------------------------------------------

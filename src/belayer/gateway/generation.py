@@ -67,7 +67,9 @@ class Generation:
         )
 
     def accept(self, chunk: TokenChunk) -> None:
-        """The engine's sink."""
+        """The engine's sink. What comes after the end, before the engine has heard of an abort, is nobody's."""
+        if self.done:
+            return
         if self._journal is not None:
             self._journal(chunk)
         self.ids += chunk.token_ids
