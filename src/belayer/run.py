@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import msgspec
 
 from belayer import events, groups
 from belayer._function_errors import where
+from belayer._retention_news import tell_compacted
 from belayer.checkpoint.live_policy import FILE as POLICY_FILE
 from belayer.checkpoint.live_policy import LivePolicy
 from belayer.checkpoint.policy import Policy
@@ -26,7 +27,7 @@ from belayer.errors import (
     SandboxUnavailable,
 )
 from belayer.faults import failpoints
-from belayer.journal import Compacted, Journal
+from belayer.journal import Journal
 from belayer.journal import records as r
 from belayer.member import Around, Member, Solve
 from belayer.ownership import RunLabel
@@ -121,7 +122,7 @@ class Run:
                 durability=config.run.durability,
                 retention=config.run.retention,
                 segment_bytes=config.run.segment_bytes,
-                compacted=_tell_compacted(sink),
+                compacted=tell_compacted(sink),
             )
         except BaseException:
             label.close()
@@ -386,24 +387,6 @@ def _new_label(path: Path) -> RunLabel:
         return RunLabel.new(str(path))
     except PermissionError as error:
         raise SandboxUnavailable(f"sandboxes need root: {error}", next_step="run as root, or with sudo") from None
-
-
-def _tell_compacted(sink: events.EventSink) -> Callable[[Compacted], None]:
-    """What the journal's own thread calls after a pass of its retention."""
-    loop = asyncio.get_running_loop()
-
-    def tell(done: Compacted) -> None:
-        if done.error:
-            how = f"results of acknowledged rollouts were not removed from the journal: {done.error}"
-            event = events.Event(kind=events.FAULT_DETECTED, subject="journal", data={"fault": "journal", "how": how})
-        elif done.results:
-            event = events.Event(kind=events.JOURNAL_COMPACTED, data=msgspec.to_builtins(done))
-        else:
-            return
-        with suppress(RuntimeError):  # the loop has ended: nobody waits to hear of it
-            loop.call_soon_threadsafe(sink, event)
-
-    return tell
 
 
 def open_directory(path: Path, config: Config) -> RunDirectory:
