@@ -41,11 +41,10 @@ def check_host() -> None:
 class Restorer:
     """Makes workers from one image. `work` is a folder for CRIU's logs, one folder inside for each restore."""
 
-    def __init__(self, image: Image, label: RunLabel, work: Path, *, nice: int = 0) -> None:
+    def __init__(self, image: Image, label: RunLabel, work: Path) -> None:
         self.image = image
         self._label = label
         self._work = work
-        self._nice = nice
         self._count = 0
 
     async def fork(self, channel: int, progress: int, log: Path) -> Child:

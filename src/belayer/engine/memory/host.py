@@ -18,7 +18,6 @@ _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_POPULATE = 0x8000
 _PR_SET_PDEATHSIG = 1
-_FALLOC_PUNCH = 0x01 | 0x02  # KEEP_SIZE | PUNCH_HOLE
 _MADV_REMOVE = 9  # punch a hole into the file behind a shared mapping
 _MADV_DONTNEED = 4
 
@@ -27,7 +26,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 def _check(result: int | None, what: str) -> int:
@@ -47,11 +45,6 @@ def memfd(name: str, nbytes: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(fd, pages(nbytes))
     return fd
-
-
-def forget_content(fd: int) -> None:
-    """Give a memory file's pages back: its size stays, every byte reads as zero."""
-    _check(_libc.fallocate(fd, _FALLOC_PUNCH, 0, os.fstat(fd).st_size), "fallocate")
 
 
 def checksum(memory: memoryview) -> int:
