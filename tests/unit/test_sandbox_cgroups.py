@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,23 @@ def test_controllers_are_passed_down_where_the_host_lets_us(tmp_path, monkeypatc
     assert (run / "s-1" / "pids.max").read_text() == "5"
     (run / "s-1" / "memory.events").write_text("low 0\noom 2\noom_kill 2\n")
     assert sandbox.oom_kills() == 2
+
+
+def test_a_group_that_goes_away_while_it_is_read_has_nothing_in_it(tmp_path):
+    group = _cgroup.SandboxCgroup("no-such-run", "s")
+    group.folders = [tmp_path / "group"]
+    over = threading.Event()
+
+    def come_and_go():
+        while not over.is_set():
+            group.folders[0].mkdir()
+            group.folders[0].rmdir()
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(3000):
+            assert group.oom_kills() == 0 and group.pids() == []
+    finally:
+        over.set()
+        other.join()

@@ -172,7 +172,7 @@ class SandboxCgroup:
 
     def _with_inner(self) -> list[Path]:
         """Its folders, and below each the one that another runtime made for the container."""
-        return [place for folder in self.folders for place in (folder, *folder.glob(INNER))]
+        return [place for folder in self.folders for place in _with_inner(folder)]
 
     def memory_bytes(self) -> int:
         """Memory charged to the sandbox, file cache included; 0 where this host does not count it."""
@@ -186,8 +186,9 @@ class SandboxCgroup:
         """Processes inside, as the host numbers them."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                places = (folder, *folder.glob(INNER))
-                return [int(pid) for place in places for pid in (place / "cgroup.procs").read_text().split()]
+                return [
+                    int(pid) for place in _with_inner(folder) for pid in (place / "cgroup.procs").read_text().split()
+                ]
         return []
 
     def kill(self, timeout_s: float = 5.0) -> bool:
@@ -198,6 +199,14 @@ class SandboxCgroup:
         """Remove the (empty) cgroups. Blocking."""
         for folder in self.folders:
             remove_folder(folder)
+
+
+def _with_inner(folder: Path) -> list[Path]:
+    """The folder, and those below it that another runtime made for the container; empty if it is gone by now."""
+    try:
+        return [folder, *folder.glob(INNER)]
+    except FileNotFoundError:  # `glob` looks first and reads then, and a dead sandbox's folder goes in between
+        return []
 
 
 def _set(file: Path, text: str) -> bool:
