@@ -1,6 +1,7 @@
 """The quick start's example: an environment of your own, any model folder. Run it as root with `.venv/bin/python`."""
 
 import asyncio
+import logging
 
 from transformers import AutoTokenizer
 
@@ -20,6 +21,7 @@ async def solve(rollout):
 
 
 async def main():
+    logging.basicConfig(level=logging.INFO)  # what the start is about; recoveries are seen without it
     config = load_config(overrides={"engine.model": MODEL, "engine.max_model_len": 256})
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     async with await Run.open("runs/mine", config, tokenizer=tokenizer) as run:

@@ -12,8 +12,8 @@ from belayer import events
 from belayer.journal import Compacted
 
 
-def tell_compacted(sink: events.EventSink) -> Callable[[Compacted], None]:
-    """What the journal's own thread calls after a pass of its retention."""
+def tell_compacted(sink: Callable[[], events.EventSink]) -> Callable[[Compacted], None]:
+    """What the journal's own thread calls after a pass of its retention; `sink` gives the one that listens by then."""
     loop = asyncio.get_running_loop()
 
     def tell(done: Compacted) -> None:
@@ -25,6 +25,6 @@ def tell_compacted(sink: events.EventSink) -> Callable[[Compacted], None]:
         else:
             return
         with suppress(RuntimeError):  # the loop has ended: nobody waits to hear of it
-            loop.call_soon_threadsafe(sink, event)
+            loop.call_soon_threadsafe(lambda: sink()(event))
 
     return tell

@@ -194,8 +194,11 @@ class TrainConfig(_Section):
 
 
 class ObserveConfig(_Section):
-    """Who may watch a run, and what its events are sent to besides the run's folder."""
+    """Who may watch a run, and what its events are sent to."""
 
+    record: bool = Field(
+        default=True, description="Keep every event in the run's folder (metrics.jsonl): status and reports need them."
+    )
     metrics_port: int | None = Field(
         default=None, ge=0, le=65535, description="Serve Prometheus metrics here; 0: any free port; unset: nowhere."
     )

@@ -44,6 +44,7 @@ def fan_out(*sinks: EventSink) -> EventSink:
 
 
 # -- run and training ----------------------------------------------------------------------------
+RUN_PHASE = "run.phase"  # subject: what of the run is started now ("sandboxes", "engine"), or "open": all of it is
 RUN_STARTED = "run.started"  # seed, resumed, steps (planned, of the whole run), inject (bool), versions {name: version}
 RUN_FINISHED = "run.finished"  # wall_s, ok
 LOG_CONTINUED = "log.continued"  # first line that a resumed driver (or a later comparison) adds to metrics.jsonl
@@ -91,6 +92,7 @@ SHADOW_STATE = "engine.shadow"  # pid, state (starting, ready, promoted, dead, n
 WEIGHTS_COMMITTED = "engine.weights"  # epoch, policy_version, digest, wall_s
 OWNER_STATE = "engine.owner"  # pid, state
 KV_ADOPTED = "engine.adopted"  # generation, blocks, tokens, refused
-# state (restored, doubted, refused, none, building, built), key, reason; restore_s, ready_s, pid; nbytes, phases
+# state (restored, doubted, refused, none, building, built, cut off), key, reason
+# restored: restore_s, ready_s, pid; built: nbytes, phases; cut off: the engine ended while it was being built
 ENGINE_IMAGE = "engine.image"
 STALE_DROPPED = "engine.stale_dropped"  # generation, count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from belayer import events, groups
+from belayer._announcements import Announcements
+from belayer._ending import end
 from belayer._function_errors import where
 from belayer._retention_news import tell_compacted
 from belayer.checkpoint.live_policy import FILE as POLICY_FILE
 from belayer.checkpoint.live_policy import LivePolicy
 from belayer.checkpoint.policy import Policy
-from belayer.config import Config, ObserveConfig
+from belayer.config import Config
 from belayer.engine import Engine
 from belayer.errors import (
     RESUME,
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     import torch
 
 Image = str | Callable[[Any], str | None] | None
-END_S = 60.0  # a rollout that was cancelled has so long to end
+_log = logging.getLogger("belayer")
 
 
 class Run:
@@ -70,6 +73,8 @@ class Run:
         self.sink: events.EventSink = events.ignore
         self.metrics_url: str | None = None
         self._watchers = ExitStack()
+        self._told = Announcements(self.sink, whole=False)
+        self._left_well = False
         self.keepers: dict[str, EnvironmentKeeper] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._policy: Policy = LivePolicy(config.policy, directory.path / POLICY_FILE)
@@ -95,7 +100,8 @@ class Run:
         """Open or resume the run in `directory`, and start its engine and sandboxes.
 
         A `RunDirectory` that the caller has opened passes to the run, which closes it. `weights` (Hugging Face names)
-        replace the model folder's, for a run that resumes in the middle of training. Raises `RunInUse`,
+        replace the model folder's, for a run that resumes in the middle of training. `sink` gets every event instead of
+        the log "belayer"; the run directory has them anyhow (`observe.record`). Raises `RunInUse`,
         `RunVersionMismatch`, `ConfigError`, `EngineError`, `SandboxError`; whatever was started is gone again then.
         """
         config = config or Config()
@@ -122,7 +128,7 @@ class Run:
                 durability=config.run.durability,
                 retention=config.run.retention,
                 segment_bytes=config.run.segment_bytes,
-                compacted=tell_compacted(sink),
+                compacted=tell_compacted(lambda: run.sink),
             )
         except BaseException:
             label.close()
@@ -133,25 +139,27 @@ class Run:
         try:
             run._open_watchers()
             await run._start(weights, policy_version)
+            run._told.opened(opened)
         except BaseException:
             await run.close()
             raise
         return run
 
     def _open_watchers(self) -> None:
-        """Serve the metrics and start the exporters that `observe` asks for; `metrics_url` is where."""
-        if self.config.observe == ObserveConfig():
-            return
-        from belayer.observe.watchers import open_watchers
+        """What `observe` asks for: the record, the metrics page (`metrics_url` is where), exporters."""
+        from belayer.observe.watchers import open_run_watchers
 
         def served(url: str) -> None:
             self.metrics_url = url
 
-        opened = open_watchers(self.config.observe, self.directory.path, served=served)
+        unwatched = self.sink is events.ignore
+        opened = open_run_watchers(self.config.observe, self.directory.path, logged=unwatched, served=served)
         self.sink = events.fan_out(self.sink, *self._watchers.enter_context(opened))
+        self._told = Announcements(self.sink, whole=self.config.observe.record)
 
     async def _start(self, weights: Iterable[tuple[str, torch.Tensor]] | None, policy_version: int) -> None:
         checkpoints = self.directory.path / "checkpoints"
+        self._told.phase("sandboxes")
         await asyncio.to_thread(reap_sandboxes)
         # sandboxes first: they are quick, and what this host cannot do should be said before an engine is loaded
         self.sandboxes = await Sandboxes.open(
@@ -162,6 +170,7 @@ class Run:
             durable=self.config.run.durability == "host",
         )
         await self.forget_finished(self.sandboxes)
+        self._told.phase("engine")
         self.engine = await self._start_engine(weights, policy_version)
 
     async def _start_engine(self, weights: Iterable[tuple[str, torch.Tensor]] | None, policy_version: int) -> Engine:
@@ -192,12 +201,13 @@ class Run:
     async def __aenter__(self) -> Run:
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, kind: object, *exc: object) -> None:
+        self._left_well = kind is None
         await self.close()
 
     async def close(self) -> None:
         """Stop everything. The run directory stays and can be opened again."""
-        await _end(self._running)
+        await end(self._running)
         engine, sandboxes, self.engine, self.sandboxes = self.engine, self.sandboxes, None, None
         try:
             if engine is not None:
@@ -210,6 +220,9 @@ class Run:
                 self.journal.close()
                 self.label.close()
                 self.directory.close()
+                if self._left_well:
+                    self._told.closed(self.journal.histories)
+                await asyncio.sleep(0)  # what other threads have told
                 await asyncio.to_thread(self._watchers.close)
 
     # -- rollouts ---------------------------------------------------------------------------------
@@ -240,6 +253,8 @@ class Run:
             self._check_task(rollout_id, *asked)
             self._check_task(self._stands_for(rollout_id), *asked)
         waiting = [job for job in jobs if not self.journal.history(self._stands_for(job[0])).acknowledged]
+        if jobs and not waiting:
+            _log.info("%s: nothing left to do, all %d rollouts are acknowledged", self.directory.path.name, len(jobs))
 
         async def work(rollout_id: str, group: str, task: Any, its_image: str | None) -> None:
             try:
@@ -270,7 +285,7 @@ class Run:
                     failpoints.hit("deliver.before", item.rollout_id)
                     yield item
         finally:
-            await _end({watching, *running})
+            await end({watching, *running})
             self._running.difference_update(running)
         if failures:
             short = f", so that groups of {group_size} are short" if group_size > 1 else ""
@@ -369,17 +384,6 @@ class Run:
         """(rollout, sandbox) of every sandbox that serves a rollout right now, in a stable order."""
         keepers = [(key, self.keepers[key].sandbox) for key in sorted(self.keepers)]
         return [(key, sandbox) for key, sandbox in keepers if sandbox is not None and not sandbox.dead]
-
-
-async def _end(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancel them. A function that does not let itself be cancelled is left behind: its next call fails."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        ended, _ = await asyncio.wait(tasks, timeout=END_S)
-        for task in ended:
-            if not task.cancelled():
-                task.exception()  # seen already, or of no interest any more
 
 
 def _new_label(path: Path) -> RunLabel:

@@ -309,7 +309,7 @@ def test_a_run_in_which_nothing_happens_ends_with_where_each_rollout_stands(tmp_
 
 
 def test_a_function_that_cannot_be_cancelled_holds_nobody_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("belayer.run.END_S", 0.2)
+    monkeypatch.setattr("belayer._ending.END_S", 0.2)
 
     async def stubborn(rollout):
         await rollout.observe([1])

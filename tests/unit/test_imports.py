@@ -16,8 +16,8 @@ ROOT = Path(belayer.__file__).parent
 
 # each may import what stands before it, and nothing else of ours
 _ORDER = """
-    _version __version__ versions errors protobuf seeds files config events _shielded _awaited _function_errors
-    faults ownership journal _retention_news groups trajectory run_directory checkpoint sandbox engine
+    _version __version__ versions errors protobuf seeds files config events _shielded _ending _awaited _function_errors
+    faults ownership journal _retention_news groups trajectory run_directory _announcements checkpoint sandbox engine
     recovery rollout member observe run verify gateway integrations training cli
 """
 RANK = {part: number for number, part in enumerate(_ORDER.split())}

@@ -7,9 +7,12 @@ import json
 import pytest
 from tests.unit.test_verify import story
 
+from belayer import events as ev
 from belayer.cli.show import show_command
+from belayer.events import Event
 from belayer.journal import Journal
 from belayer.journal import records as r
+from belayer.observe import MetricsLog
 from belayer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.unit
@@ -68,3 +71,18 @@ def test_what_retention_took_is_said_or_read_from_the_archive(run, capsys):
     assert show_command(archive, None, as_json=False) == 0
     out = capsys.readouterr().out
     assert "results of acknowledged rollouts were taken out of the journal by run.retention" in out
+
+
+def test_recoveries_are_counted_where_events_are_recorded(run, capsys):
+    folder = run("keep")
+    assert show_command(folder, None, as_json=False) == 0
+    assert "recoveries" not in capsys.readouterr().out
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        for subject, what, how in (
+            ("worker", "worker", "promotion"),
+            ("x", "sandbox", "restore"),
+            ("x", "sandbox", "restore"),
+        ):
+            log(Event(kind=ev.RECOVERED, subject=subject, data={"what": what, "how": how, "total_s": 0.1}))
+    assert show_command(folder, None, as_json=False) == 0
+    assert "3 recoveries: 2 of a sandbox by restore, 1 of a worker by promotion" in capsys.readouterr().out

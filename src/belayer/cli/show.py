@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from belayer.cli.inspect import need_run
 from belayer.errors import JournalCorrupt, RunError
 from belayer.groups import counting
 from belayer.journal import AnyRecord, History, read_histories, result_gone, scan
+from belayer.observe.summary import Summary
 from belayer.observe.survivorship import survivorship
 from belayer.observe.transcript import Entry, tokenizer_of, transcript
 from belayer.run_directory import configured, read_about, unread_tail
@@ -35,6 +37,7 @@ def show_command(run: Path, rollout: str | None, *, as_json: bool) -> int:
             console.print_json(data=[_summary(history) for history in histories.values()])
         else:
             _print_rollouts(histories)
+            _print_recoveries(run / "metrics.jsonl")
         return 0
     if rollout not in histories:
         raise RunError(f"no rollout {rollout} in {run}", next_step=f"`belayer show {run}` lists them")
@@ -117,6 +120,17 @@ def _print_rollouts(histories: dict[str, History]) -> None:
             f"  {length:>6} turns: {each.rollouts} rollouts, {each.delivered} delivered, {each.lost} lost, "
             f"{each.retried} retried, {each.restored} restored, {each.truncated} cut"
         )
+
+
+def _print_recoveries(metrics: Path) -> None:
+    """What the journal does not know: the engine's recoveries above all."""
+    if not metrics.exists():
+        return
+    recoveries = Summary.from_metrics(metrics).result().recoveries
+    kinds = Counter(f"{one.what} by {one.how}" for one in recoveries)
+    if kinds:
+        said = ", ".join(f"{count} of a {kind}" for kind, count in sorted(kinds.items()))
+        console.print(f"{len(recoveries)} recoveries: {said} (`belayer status` and `belayer report` have the times)")
 
 
 def _print_entries(rollout: str, history: History, entries: list[Entry]) -> None:

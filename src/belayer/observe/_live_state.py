@@ -142,6 +142,8 @@ class LiveFeed:
             self._recovered(event)
         elif kind == ev.SANDBOXES_RUNNING:
             state.sandboxes = whole(data, "count")
+        elif kind == ev.RUN_PHASE:
+            state.ended = None
         elif kind == ev.RUN_STARTED:
             state.ended = None
             state.seed = whole(data, "seed")

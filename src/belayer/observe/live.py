@@ -259,6 +259,15 @@ def _phases(phases: dict[str, float], room: int = 400) -> str:
     return ""
 
 
+def recovered_line(event: Event) -> str:
+    """A recovery in a line: what, how, how long, and its phases."""
+    one = recovery_of(event)
+    phases = _phases(one.phases)
+    where = "" if event.subject in ("", one.what) else f" ({event.subject})"
+    line = f"recovered {one.what}{where} by {one.how} in {duration(one.total_s)}"
+    return f"{line} (ms: {phases})" if phases else line
+
+
 def _bar(done: int, planned: int | None, width: int, unicode: bool) -> Text:
     filled = min(width, width * done // planned) if planned else 0
     mark = "━" if unicode else "="
@@ -313,12 +322,7 @@ class PlainView:
         if event.kind == ev.TRAIN_STEP:
             return self._step_line(event, state, since)
         if event.kind == ev.RECOVERED:
-            one = recovery_of(event)
-            phases = _phases(one.phases)
-            where = "" if event.subject in ("", one.what) else f" ({event.subject})"
-            return f"[{since}] recovered {one.what}{where} by {one.how} in {duration(one.total_s)}" + (
-                f" (ms: {phases})" if phases else ""
-            )
+            return f"[{since}] {recovered_line(event)}"
         if event.kind == ev.FAULT_INJECTED:
             return f"[{since}] fault {text(data, 'fault', 'unnamed')} on {event.subject or text(data, 'target')}"
         return f"[{since}] rollout {event.subject} failed: {text(data, 'reason', 'no reason given')}"

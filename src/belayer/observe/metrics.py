@@ -22,6 +22,15 @@ from belayer.observe._values import LARGEST
 _log = logging.getLogger(__name__)
 _KEEP_BYTES = 8 << 20  # unwritten lines that are kept while the disk refuses them
 _WAKE_BYTES = 256 << 10
+_open: set[tuple[int, int]] = set()  # device and inode of every file that a log of this process appends to
+
+
+def is_recorded(path: Path) -> bool:
+    """Whether a `MetricsLog` of this process writes to the file at `path`."""
+    try:
+        return _identity(path.stat()) in _open
+    except OSError:
+        return False
 
 
 class MetricsLog:
@@ -45,6 +54,8 @@ class MetricsLog:
         self._closing = False
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._torn = _ends_torn(self._file)
+        self._identity = _identity(os.fstat(self._file))
+        _open.add(self._identity)
         self._flush_s = flush_s
         self._thread = threading.Thread(target=self._work, name="belayer-metrics", daemon=True)
         self._thread.start()
@@ -91,6 +102,7 @@ class MetricsLog:
         self._thread.join(timeout=10)
         self.flush()
         with self._writing:
+            _open.discard(self._identity)
             os.close(self._file)
         if self.dropped:
             _log.warning("%s lacks %d events (%s)", self.path, self.dropped, self.failure or "it was full for a while")
@@ -225,6 +237,10 @@ def _parsed(line: bytes) -> Event | None:
 def _plain(value: object) -> object:
     item = getattr(value, "item", None)  # numpy and torch scalars
     return item() if callable(item) else str(value)
+
+
+def _identity(facts: os.stat_result) -> tuple[int, int]:
+    return facts.st_dev, facts.st_ino
 
 
 def _ends_torn(file: int) -> bool:

@@ -133,7 +133,7 @@ async def run_job(
         raise
     # whoever watches was let in by the caller, and sees what comes before and after the run too
     engine = config.engine.model_copy(update={"model": model})
-    config = config.model_copy(update={"engine": engine, "observe": ObserveConfig()})
+    config = config.model_copy(update={"engine": engine, "observe": ObserveConfig(record=False)})
     say("starting engine and sandboxes")
     opening = Run.open(
         directory,
