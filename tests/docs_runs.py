@@ -72,6 +72,14 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
         "tests/integration/test_docs_commands.py::finished",
         ("examples/own_environment.py",),
     ),
+    "belayer prepare --model FOLDER": (
+        "tests/unit/test_cli_prepare.py::test_an_image_for_what_the_program_will_ask_for",
+        ('"prepare", "--model"',),
+    ),
+    "belayer prepare --model runs/tiny_model --max-model-len 256": (
+        "tests/unit/test_cli_prepare.py::test_an_image_for_what_the_program_will_ask_for",
+        ('"prepare", "--model", "runs/tiny_model", "--max-model-len", "256"',),
+    ),
     "make docs": ("tests/integration/test_docs_site.py::site", ("[BUILD, place]",)),
     "belayer serve runs/tiny_model --max-model-len 512": (
         "tests/contract/test_gateway_process.py::test_a_killed_gateway_goes_on_where_it_was",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import subprocess
 import time
@@ -360,3 +361,21 @@ def test_the_layout_fills_an_epoch() -> None:
     with pytest.raises(WeightsError, match="shape"):
         copy_tensors(LAYOUT, region, [("a", a.view(64)), ("b", b)])
     region.close()
+
+
+# -- builds that never came to an end ----------------------------------------------------------------------------------
+def test_a_build_that_was_killed_is_told_from_one_that_ended(tmp_path: Path) -> None:
+    images, one = store.ImageStore(1 << 30, tmp_path / "images"), key.Key({"a": "1"})
+    assert images.unfinished() == (0, 0)
+    with images.building(one) as folder:
+        assert folder is not None and images.unfinished() == (1, 0)
+    assert images.unfinished() == (0, 0)  # it has failed, and said so
+    pid = os.fork()
+    if pid == 0:
+        with images.building(one):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert images.unfinished() == (0, 1)
+    with images.building(one):
+        assert images.unfinished() == (1, 0)
+    assert images.unfinished() == (0, 0)

@@ -68,16 +68,38 @@ def resume(
 
 @app.command
 def prepare(
-    config: Annotated[Path, Parameter(help="A TOML file, as for `belayer train`.")],
+    config: Annotated[Path | None, Parameter(help="A TOML file, as for `belayer train`.")] = None,
     /,
+    *,
+    model: Annotated[Path | None, Parameter(help="A model folder, instead of engine.model or a file.")] = None,
+    max_model_len: Annotated[int | None, Parameter(help="Instead of engine.max_model_len.")] = None,
+    max_num_seqs: Annotated[int | None, Parameter(help="Instead of engine.max_num_seqs.")] = None,
+    kv_bytes: Annotated[int | None, Parameter(help="Instead of engine.kv_bytes.")] = None,
+    dtype: Annotated[str | None, Parameter(help="Instead of engine.dtype.")] = None,
+    threads: Annotated[int | None, Parameter(help="Instead of engine.threads.")] = None,
+    batch_invariant: Annotated[bool | None, Parameter(help="Instead of engine.batch_invariant.")] = None,
+    adopt_sealed_blocks: Annotated[bool | None, Parameter(help="Instead of engine.adopt_sealed_blocks.")] = None,
 ) -> int:
     """Make beforehand what the first run with a configuration would make: sandbox image, model, engine image.
 
     Useful where a job's first minute is dear, and in the image of a machine. Safe to call again: it only checks then.
+    An engine image is one for these settings: give those that the run will have.
+
+    Example: `belayer prepare --model runs/tiny_model --max-model-len 256`
     """
     from belayer.cli.prepare import prepare_command
 
-    return prepare_command(config)
+    settings = {
+        "model": model,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "kv_bytes": kv_bytes,
+        "dtype": dtype,
+        "threads": threads,
+        "batch_invariant": batch_invariant,
+        "adopt_sealed_blocks": adopt_sealed_blocks,
+    }
+    return prepare_command(config, {f"engine.{name}": value for name, value in settings.items()})
 
 
 @app.command

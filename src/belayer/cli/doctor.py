@@ -122,5 +122,12 @@ def _images() -> Capability:
         check_host()
     except EngineError as error:
         return Capability(name, False, error.what, error.next_step or "")
-    count, nbytes = ImageStore(0).held()
-    return Capability(name, True, f"{count} kept, {nbytes >> 20} MB; made in the background when first wanted", "")
+    store = ImageStore(0)
+    count, nbytes = store.held()
+    detail = f"{count} kept, {nbytes >> 20} MB"
+    now, cut_off = store.unfinished()
+    if now:
+        detail += f"; {now} being made now"
+    if cut_off:
+        detail += f"; {cut_off} cut off, for a run ended first: `belayer prepare` makes it beforehand"
+    return Capability(name, True, f"{detail}; made in the background of runs that live for minutes", "")

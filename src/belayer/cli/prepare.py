@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -18,16 +19,20 @@ from belayer.sandbox.setup import set_up
 console = Console(highlight=False, soft_wrap=True)
 
 
-def prepare_command(path: Path) -> int:
-    config = load_config(path, {})
+def prepare_command(path: Path | None, overrides: dict[str, Any]) -> int:
+    """`overrides`: settings by their dotted names, None where not given."""
+    config = load_config(path, overrides)
+    base = path.absolute().parent if path is not None else Path.cwd()
+    purpose = f"prepare {path or overrides.get('engine.model')}"
     with tempfile.TemporaryDirectory(prefix="belayer-prepare-") as folder:
-        config = _with_model(config, path.absolute().parent, Path(folder))
+        if overrides.get("engine.model") is None:
+            config = _with_model(config, base, Path(folder))
         set_up(progress=console.print)
         reason = "engine.images is off"
         begun = time.monotonic()
         if config.engine.images:
             console.print("engine image: about half a minute if there is none yet")
-            with RunLabel.new(f"prepare {path}") as label:
+            with RunLabel.new(purpose) as label:
                 reason = asyncio.run(build_image(config.engine, label, log_dir=Path(folder)))
     if reason:
         console.print(f"no engine image: {reason}. Workers will start the normal way, in ten seconds or more.")
@@ -46,5 +51,8 @@ def _with_model(config: Config, base: Path, folder: Path) -> Config:
         model = prepare_model(config.train, task, folder, config.run.seed, console.print, base=base)
         return config.model_copy(update={"engine": config.engine.model_copy(update={"model": model})})
     if config.engine.model is None:
-        raise ConfigError("neither engine.model nor a [train] section says which model to prepare for")
+        raise ConfigError(
+            "neither engine.model nor a [train] section says which model to prepare for",
+            next_step="give a TOML file that does, or --model FOLDER",
+        )
     return config

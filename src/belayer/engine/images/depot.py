@@ -256,6 +256,7 @@ class Depot:
             self._stop_building()
             await self._builder.gone(_FENCE_S)
             await _all_gone(family, _FENCE_S)
+            self._say("cut off")
         self._stop_building()
         if self._restores or self._builds:
             await asyncio.to_thread(_criu.forget_kernel_features)

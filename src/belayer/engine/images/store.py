@@ -5,7 +5,7 @@
         meta.json         what it is, with a checksum of every other file
         memory.img …      `thin`'s memory file, CRIU's files
       <key>.lock          held shared by whoever restores, exclusively by whoever removes
-      <key>.building      held by the one builder
+      <key>.building      held by the one builder; empty unless it is at work, or was killed at it
       <key>.failed        why it could not be built, so that not every run tries again
 
 The locks are flocks: they go with their holder, however it dies. Least recently used images make room for new ones.
@@ -122,6 +122,15 @@ class ImageStore:
         found = [path.parent for path in self.folder.glob(f"*/{_META}")]
         return len(found), sum(_disk_bytes(folder) for folder in found)
 
+    def unfinished(self) -> tuple[int, int]:
+        """How many images are being made now, and how many were begun and never finished or begun again."""
+        now = cut_off = 0
+        for mark in self.folder.glob("*.building"):
+            if mark.stat().st_size:
+                with _locked(mark, fcntl.LOCK_SH, wait=False) as free:
+                    now, cut_off = now + (not free), cut_off + free
+        return now, cut_off
+
     def _refuse(self, folder: Path, why: str) -> ImageRefused:
         self.remove(folder)
         return ImageRefused(f"the engine image {folder.name} is refused: {why}")
@@ -148,16 +157,19 @@ class ImageStore:
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds memory of processes
         folder = self.folder / key.name
-        with _locked(folder.with_suffix(".building"), fcntl.LOCK_EX, wait=False) as got:
+        mark = folder.with_suffix(".building")
+        with _locked(mark, fcntl.LOCK_EX, wait=False) as got:
             if not got:
                 yield None
                 return
+            mark.write_text(f"begun at {time.time():.0f}")
             if not (folder / _META).exists():
                 shutil.rmtree(folder, ignore_errors=True)  # of a builder that was killed
             folder.mkdir(exist_ok=True)
             try:
                 yield folder
             finally:
+                os.truncate(mark, 0)
                 if not (folder / _META).exists():
                     shutil.rmtree(folder, ignore_errors=True)
 
