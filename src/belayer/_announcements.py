@@ -33,8 +33,9 @@ class Announcements:
             self._sink(events.Event(kind=events.RUN_STARTED, data=data))
 
     def closed(self, histories: Mapping[str, History]) -> None:
-        """The program has left the run without an error; with rollouts that are not over it has only stopped."""
+        """The program has left the run without an error; if it would get rollouts anew, it has only stopped."""
         every = counting(histories)
-        if self._whole and self._opened is not None and all(history.over for history in every):
-            data = {"wall_s": time.monotonic() - self._opened, "ok": all(history.finished for history in every)}
+        over = all(history.acknowledged or history.failed is not None for history in every)
+        if self._whole and self._opened is not None and over:
+            data = {"wall_s": time.monotonic() - self._opened, "ok": all(history.acknowledged for history in every)}
             self._sink(events.Event(kind=events.RUN_FINISHED, data=data))

@@ -145,6 +145,16 @@ def test_a_program_that_leaves_rollouts_behind_has_not_finished(tmp_path: Path) 
     assert RunReader(path).status().state == "stopped"
 
 
+def test_a_program_that_fails_has_not_finished(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with await IdleRun.open(tmp_path / "run", own()):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        asyncio.run(main())
+    assert RunReader(tmp_path / "run").status().state == "stopped"
+
+
 @pytest.mark.parametrize("fanned", [False, True])
 def test_no_event_is_recorded_twice(tmp_path: Path, fanned: bool) -> None:
     path = tmp_path / "run"

@@ -123,10 +123,11 @@ class ImageStore:
         return len(found), sum(_disk_bytes(folder) for folder in found)
 
     def unfinished(self) -> tuple[int, int]:
-        """How many images are being made now, and how many were begun and never finished or begun again."""
+        """How many images are being made now, and how many were begun in the last day and never finished."""
         now = cut_off = 0
         for mark in self.folder.glob("*.building"):
-            if mark.stat().st_size:
+            facts = mark.stat()
+            if facts.st_size and time.time() - facts.st_mtime < RETRY_S:
                 with _locked(mark, fcntl.LOCK_SH, wait=False) as free:
                     now, cut_off = now + (not free), cut_off + free
         return now, cut_off
