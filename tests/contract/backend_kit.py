@@ -18,7 +18,7 @@ from typing import Any
 from belayer.engine._wire import Chunk, Spec, Work
 from belayer.engine.request import Sampling
 from belayer.engine.workers.child import environment
-from belayer.ownership import RunLabel
+from belayer.ownership import RunLabel, own_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
@@ -32,6 +32,8 @@ class BackendHost:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         env = environment(label, 2, spec.batch_invariant)
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env["PYTHONPATH"]])
+        env["TMPDIR"] = str(label.dir / "tmp")
+        Path(env["TMPDIR"]).mkdir(exist_ok=True)
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
@@ -107,6 +109,7 @@ class _Process:
     def _attach(self, region: Any, nbytes: int, layout: Any) -> Any:
         from belayer.engine.memory import Scratch
 
+        self.files_half_way = self._files()
         epoch = self.memory.allocate("belayer-test-weights", nbytes)
         target = self.memory.reserve(nbytes, Scratch.NONE)
         target.place(epoch.fd, writable=True)
@@ -115,6 +118,17 @@ class _Process:
         region.place(epoch.fd, writable=False, populate=True)
         epoch.close()
         return layout
+
+    def _files(self) -> list[str]:
+        """By which ranks find one another: as we have them, and as vLLM would, for temporary files are there too."""
+        folder = own_dir()
+        assert folder is not None
+        found = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        return [name for name in found if "rendezvous" in name or "vllm_dist" in name]
+
+    def files(self) -> tuple[list[str], list[str]]:
+        """Such files while the model was being made, and now."""
+        return self.files_half_way, self._files()
 
     def refusal(self, spec: Spec) -> str:
         """What the backend says to a `spec` that it cannot serve; empty if it can."""

@@ -74,8 +74,11 @@ def test_a_model_with_a_tensor_missing_fails_with_its_name_and_leaves_nothing(tm
 
 
 @pytest.mark.timeout(600)
-def test_tied_model_given_weights_and_no_shadow(tmp_path: Path) -> None:
-    """A tied head, weights that replace the checkpoint's at the start, and cold starts that keep them."""
+def test_tied_model_given_weights_and_no_shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied head, weights that replace the checkpoint's at the start, cold starts that keep them; no file is left."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))  # the workers'; this process has looked at it before
     model = make_model(tmp_path / "model", tied=True)
     given = list(random_weights(tied=True, seed=5))
     saved = make_model(tmp_path / "given", tied=True, seed=5)
@@ -88,6 +91,7 @@ def test_tied_model_given_weights_and_no_shadow(tmp_path: Path) -> None:
                 journal = await complete(engine, requests(COUNT))
                 if options:
                     await with_faults(engine, journal)
+                assert not list(label.dir.glob("rendezvous-*"))
             finally:
                 await engine.close()
         return journal, engine
@@ -126,3 +130,4 @@ def test_tied_model_given_weights_and_no_shadow(tmp_path: Path) -> None:
         await engine.close()
 
     asyncio.run(scenario())
+    assert not list(temporary.glob("vllm_dist_*"))

@@ -46,6 +46,13 @@ def store_dir() -> Path:
     return Path(chosen) if chosen else cache_dir() / "store"
 
 
+def own_dir() -> Path | None:
+    """The folder below /run/belayer of the run that this process belongs to; None if it belongs to none."""
+    name = os.environ.get(ENV_VAR, "")
+    folder = RUNTIME_DIR / name
+    return folder if name.startswith(PREFIX) and folder.is_dir() else None
+
+
 class RunLabel:
     """A live label: owns `dir` and `shm`, and the lock that proves that this run is alive.
 

@@ -22,6 +22,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from belayer.engine._wire import Chunk, Spec, Work
 from belayer.engine.backends.owned_weights import OwnedWeights
 from belayer.engine.backends.vllm import loader
+from belayer.engine.backends.vllm.alone import rendezvous
 from belayer.engine.backends.vllm.blocks import KvBlocks
 from belayer.engine.backends.vllm.invariance import use_one_attention_tile
 from belayer.engine.backends.vllm.sampling import Rows, extra_args, install
@@ -102,7 +103,8 @@ class VllmBackend:
         )
         config = arguments.create_engine_config()
         config.compilation_config.mode = CompilationMode.NONE
-        self._core = EngineCore(config, UniProcExecutor, log_stats=False)
+        with rendezvous():
+            self._core = EngineCore(config, UniProcExecutor, log_stats=False)
         executor: Any = self._core.model_executor
         install(executor.driver_worker.worker.model_runner)
         if _arena is None:
