@@ -107,7 +107,7 @@ class Plain:
         if not setup.as_it_comes:
             executor: object = self._core.model_executor
             model = executor.driver_worker.worker.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
-            loader.use_own_linear(model, config.model_config.dtype, setup.batch_invariant)
+            loader.use_own_kernels(model, config.model_config.dtype, setup.batch_invariant)
 
     def run(self, requests: list[One]) -> Done:
         from vllm import SamplingParams

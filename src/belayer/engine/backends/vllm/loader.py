@@ -14,6 +14,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.engine.backends import bfloat16_linear, wide_linear
 from belayer.engine.backends.owned_weights import OwnedWeights
+from belayer.engine.backends.vllm import fused
 from belayer.engine.backends.vllm.invariance import linear_for_any_batch
 from belayer.errors import EngineError, WeightsError
 
@@ -45,12 +46,13 @@ class OwnerLoader(BaseModelLoader):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             _current.take(model, lambda: disk.get_all_weights(model_config, model))
             process_weights_after_loading(model, model_config, torch.device("cpu"))
-        use_own_linear(model, model_config.dtype, _current.batch_invariant)
+        use_own_kernels(model, model_config.dtype, _current.batch_invariant)
         return model.eval()
 
 
-def use_own_linear(model: torch.nn.Module, dtype: torch.dtype, batch_invariant: bool) -> None:
-    """Replace the matrix products of a built model where ours are exact in any batch, or much quicker."""
+def use_own_kernels(model: torch.nn.Module, dtype: torch.dtype, batch_invariant: bool) -> None:
+    """Replace the norms of a built model, and its products where ours are exact in any batch, or much quicker."""
+    fused.use_in(model)
     function: Any = linear_for_any_batch
     if wide_linear.needed(dtype):
         ready = bfloat16_linear.prepare()
