@@ -1,5 +1,6 @@
 # make run     sets everything up and trains a small model in real sandboxes while faults are injected
-# make test    sets everything up, checks style and types, runs all tests
+# make test    sets everything up, also what only tests need, checks style and types, runs all tests
+# make setup   only sets up: all that a program of your own needs
 # make setup-podman   what the second sandbox runtime needs, for those who must use it
 # make docs    the documentation as a site, in build/site
 # make bench   the worker and the environment recovery benchmarks, quick form
@@ -14,6 +15,7 @@ run: setup
 	$(ROOT) $(BIN)/belayer train examples/shell_grpo.toml --inject --reference
 
 test: setup
+	@scripts/setup_tests.sh
 	$(ROOT) $(BIN)/python scripts/run_tests.py
 
 setup:

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-cache=${BELAYER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/belayer}
+source scripts/cache.sh
 read -r -a extra <<<"${BELAYER_PIP_ARGS:-}"
 mkdir -p "$cache"
 [ -x .venv/bin/python ] || { echo "docs: there is no .venv here; run \`make setup\` first" >&2; exit 1; }

@@ -10,11 +10,10 @@ import json
 import re
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from belayer.cli.app import app
-from belayer.config import Config, TrainConfig
+from belayer.cli.settings import choices, round_bytes, sections
 
 
 def commands() -> str:
@@ -35,9 +34,7 @@ def settings() -> str:
         "an error that says which one was probably meant.",
         "",
     ]
-    for section, field in Config.model_fields.items():
-        model = TrainConfig if section == "train" else field.annotation
-        assert isinstance(model, type) and issubclass(model, BaseModel)
+    for section, model in sections():
         lines += [
             f"## {section}",
             "",
@@ -56,8 +53,8 @@ def settings() -> str:
 def _type(annotation: Any) -> str:
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     text = text.replace("pathlib.", "").replace("typing.", "")
-    if match := re.fullmatch(r"Literal\[(.*)\]", text):
-        return " · ".join(f"`{value.strip()}`".replace("'", "") for value in match[1].split(","))
+    if words := choices(annotation):
+        return " · ".join(f"`{word}`" for word in words)
     return text.replace("|", "or")
 
 
@@ -66,9 +63,8 @@ def _default(value: Any) -> str:
         return "**required**"
     if value is None:
         return "–"
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1 << 20:
-        power, unit = (30, "GiB") if value % (1 << 30) == 0 else (20, "MiB")
-        return f"{value >> power} {unit}"
+    if size := round_bytes(value):
+        return size
     return f"`{json.dumps(value)}`" if value != "" else "–"
 
 

@@ -4,7 +4,7 @@
 # Never fails: without a browser these tests are skipped, and nothing else needs one. What could not be installed is
 # tried again a day later, so that a machine without a package server does not wait in every set-up.
 set -u
-cache=${BELAYER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/belayer}
+source "$(dirname "$0")/cache.sh"
 log=$cache/setup.log
 refused=$cache/browser-not-installed
 mkdir -p "$cache"
@@ -43,4 +43,5 @@ if ! install; then # perhaps only the lists are old
   fi
 fi
 rm -f "$refused"
+echo chromium >>"$cache/debian-packages"
 echo "ok  (installed in $((SECONDS - begun)) s)"

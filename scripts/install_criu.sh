@@ -12,7 +12,8 @@ set -euo pipefail
 
 PINNED_VERSION=4.2.1
 PINNED_SHA256=29ec0ee09e296479fe7048c80980e8ef1d0684d0b0204c2b101dfea19f6725b9
-CACHE="${BELAYER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/belayer}"
+source "$(dirname "$0")/cache.sh"
+CACHE=$cache
 PATCHES="$(cd "$(dirname "$0")" && pwd)/criu-patches" # docs/decisions/0024; any other CRIU works too, only slower
 PATCHED="$(cat "$PATCHES"/*.patch | sha256sum | head -c 8)" # what was built with other patches is built anew
 BUILD_PACKAGES=(build-essential pkg-config libprotobuf-dev libprotobuf-c-dev protobuf-c-compiler protobuf-compiler
@@ -86,6 +87,7 @@ if [ "${#missing[@]}" -gt 0 ]; then
   say "installing build packages: ${missing[*]}"
   { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } \
     >/dev/null || fail "the build packages cannot be installed; install them by hand: ${missing[*]}"
+  mkdir -p "$CACHE" && printf '%s\n' "${missing[@]}" >>"$CACHE/debian-packages" || true
 fi
 
 work="$(mktemp -d "${TMPDIR:-/tmp}/belayer-criu.XXXXXX")"
@@ -131,7 +133,7 @@ for change in "$PATCHES"/*.patch; do
   fi
 done
 
-say "building criu $version (about half a minute)"
+say "building criu $version (one to two minutes)"
 # RUNDIR on tmpfs: the kernel's features are probed once per boot, not on every call (-26 ms each).
 # Static, and without the optional libraries: a call starts in 1 ms instead of 3.
 mkdir -p "$work/bin"

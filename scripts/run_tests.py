@@ -6,12 +6,15 @@ exit code is 0 only if every step of both lanes ended with 0; a lane goes on aft
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+from belayer.ownership import cache_dir
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = ["-m", "pytest", "--durations=15"]
@@ -54,6 +57,7 @@ class Lane(threading.Thread):
 def main() -> int:
     log = ROOT / "build" / "tests-second-lane.log"
     log.parent.mkdir(exist_ok=True)
+    os.environ["BELAYER_CACHE"] = str(cache_dir())  # for programs of other environments, which set-up told nothing
     lanes = [Lane(FIRST, None), Lane(SECOND, log)]
     for lane in lanes:
         lane.start()

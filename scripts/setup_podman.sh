@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-cache=${BELAYER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/belayer}
+source scripts/cache.sh
 log=$cache/setup-podman.log
 mkdir -p "$cache"
 as_root=()
@@ -23,6 +23,7 @@ if [ ${#missing[@]} -gt 0 ]; then
   { "${as_root[@]}" apt-get update -q && DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -q \
     --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 ||
     { tail -n 15 "$log" >&2; echo "apt-get could not install: ${missing[*]}" >&2; exit 1; }
+  printf '%s\n' "${missing[@]}" >>"$cache/debian-packages" || true
 fi
 .venv/bin/python - <<'PYTHON'
 import sys

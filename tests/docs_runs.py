@@ -21,7 +21,9 @@ from contextlib import redirect_stderr, redirect_stdout
 HERE: dict[str, tuple[str, str]] = {
     "belayer doctor": ("doctor", "What this machine can do"),
     "belayer doctor --reap": ("doctor --reap", "What this machine can do"),
+    "belayer settings": ("settings", "[engine]"),
     "belayer serve --help": ("serve --help", "--upstream"),
+    "belayer COMMAND --help": ("status --help", "--watch"),
     "belayer image list": ("image list", "base"),
     "belayer metrics dashboard": ("metrics dashboard", '"title": "Belayer"'),
     # with the engine image that this makes, or that an earlier test has made, the two starts of the next take seconds
@@ -41,6 +43,7 @@ HERE: dict[str, tuple[str, str]] = {
     "belayer verify RUN --replay 20": ("verify runs/trained --replay 20", "0 differences"),
     "belayer compare RUN REF": ("compare runs/mine runs/mine", "4 of 4 rollouts identical"),
     "belayer compare RUN REFERENCE": ("compare runs/trained runs/trained/reference", "6 of 6 rollouts identical"),
+    "belayer status runs/mine": ("status runs/mine", "finished"),
     "belayer status RUN": ("status runs/trained", "finished"),
     "belayer status RUN --json": ("status runs/trained --json", '"state":"finished"'),
     "belayer status RUN --watch": ("status runs/trained --watch", "finished"),
@@ -79,6 +82,10 @@ ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
     "belayer prepare --model runs/tiny_model --max-model-len 256": (
         "tests/unit/test_cli_prepare.py::test_an_image_for_what_the_program_will_ask_for",
         ('"prepare", "--model", "runs/tiny_model", "--max-model-len", "256"',),
+    ),
+    "belayer uninstall": (
+        "tests/unit/test_cli_uninstall.py::test_what_is_left_is_told_and_not_deleted",
+        ("uninstall_command()",),
     ),
     "make docs": ("tests/integration/test_docs_site.py::site", ("[BUILD, place]",)),
     "belayer serve runs/tiny_model --max-model-len 512": (

@@ -132,6 +132,42 @@ def test_a_run_without_metrics_is_read_from_its_journal(tmp_path: Path, capsys: 
     assert "records no" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("events", [False, True])
+def test_a_program_that_has_done_everything_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], events: bool
+):
+    """Nobody announces the end of a program of the user's own: what it began, and what is acknowledged, tells."""
+    run = tmp_path / "run"
+    held = RunDirectory.open(run, about={"seed": 9})
+    journal = Journal(run / "journal")
+    if events:
+        with MetricsLog(run / "metrics.jsonl") as log:
+            for name in ("a", "b", "b~1"):
+                log(Event(kind=ev.ROLLOUT_STARTED, subject=name, data={"attempt": 0}))
+                log(Event(kind=ev.ROLLOUT_FAILED if name == "b" else ev.ROLLOUT_FINISHED, subject=name))
+    for name in ("a", "b", "b~1"):
+        journal.record(r.RolloutStarted(rollout=name, group="g", task=None, seed=1))
+    journal.record(r.RolloutFailed(rollout="b", error="X", reason="its draw was replaced"))
+    for name in ("a", "b~1"):
+        journal.record(r.RolloutFinished(rollout=name, reward=1.0))
+    journal.record(r.Acknowledged(rollout="a"))
+    held.close()
+    assert RunReader(run).status().state == "stopped", "one is finished and was not delivered"
+    journal.record(r.Acknowledged(rollout="b~1"))
+    journal.close()
+    status = RunReader(run).status()
+    assert status.state == "finished" and "nothing is left to do" in status.message
+    assert status_command(run, as_json=False, watch=False) == 0
+    assert "unfinished" not in capsys.readouterr().out
+    (run / "job.json").write_text("{}")
+    assert RunReader(run).status().state == "stopped", "a training job says itself when it is done"
+
+
+def test_a_program_that_began_nothing_is_not_finished(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path / "run", about={"seed": 1}).close()
+    assert RunReader(tmp_path / "run").status().state == "stopped"
+
+
 def test_a_resumed_run_is_starting_until_it_says_otherwise(tmp_path: Path) -> None:
     run = tmp_path / "run"
     held = RunDirectory.open(run, about={"seed": 1})

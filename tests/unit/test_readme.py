@@ -29,6 +29,15 @@ def test_every_command_exists():
     assert commands <= known, commands - known
 
 
+def test_what_the_base_image_holds_is_described():
+    from belayer.sandbox.images import BASE_PACKAGES
+
+    told = (ROOT / "docs/sandbox.md").read_text().partition("Set-up makes `base`")[2].partition("\n\n")[0]
+    told = told.replace("Python 3 with pip", "python3 python3-pip")
+    libraries = {"libc-bin", "ncurses-base"}  # nothing that one would call
+    assert set(BASE_PACKAGES) - libraries <= set(re.findall(r"[a-z][a-z0-9-]+", told))
+
+
 def test_every_link_to_a_file_works():
     made = {ROOT / "docs/reference/cli.md", ROOT / "docs/reference/settings.md"}  # by `make docs`, from the program
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:

@@ -1,4 +1,4 @@
-"""Commands that run something: train, resume, prepare, serve, doctor, policy."""
+"""Commands that run something: train, resume, prepare, serve, doctor, uninstall, policy, settings."""
 
 from __future__ import annotations
 
@@ -185,6 +185,28 @@ def doctor(
     from belayer.cli.doctor import doctor_command
 
     return doctor_command(as_json=json, reap_now=reap)
+
+
+@app.command
+def uninstall() -> int:
+    """Let go of everything that dead runs left and unmount the sandbox stores; print how to delete what is left.
+
+    Deletes nothing from the disk, and refuses while a run is alive.
+    """
+    from belayer.cli.uninstall import uninstall_command
+
+    return uninstall_command()
+
+
+@app.command
+def settings(*, json: Annotated[bool, Parameter(negative="", help="As a JSON schema.")] = False) -> int:
+    """Print every setting with its meaning and its default, as a TOML file that can be used.
+
+    Example: `belayer settings > mine.toml`
+    """
+    from belayer.cli.settings import settings_command
+
+    return settings_command(as_json=json)
 
 
 @app.command

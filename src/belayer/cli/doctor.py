@@ -15,11 +15,13 @@ from rich.table import Table
 from belayer.engine.images.restore import check_host
 from belayer.engine.images.store import ImageStore
 from belayer.errors import EngineError
-from belayer.ownership.reap import leftovers, live_labels, reap
+from belayer.ownership import cache_choice
+from belayer.ownership.reap import Leftover, leftovers, live_labels, reap
 from belayer.sandbox import Capability, best_level, probe
 from belayer.sandbox import reap as reap_sandboxes
 
 console = Console(highlight=False)
+_PIPED = 1000  # columns, where no terminal limits them
 
 
 def doctor_command(*, as_json: bool, reap_now: bool) -> int:
@@ -36,6 +38,7 @@ def doctor_command(*, as_json: bool, reap_now: bool) -> int:
                     "capabilities": [msgspec.to_builtins(item) for item in capabilities],
                     "level": _level(capabilities),
                     "usable": usable,
+                    "cache": str(cache_choice()[0]),
                     "live_runs": sorted(live_labels()),
                     "leftovers": [msgspec.to_builtins(item) for item in left],
                     "removed": [msgspec.to_builtins(item) for item in removed],
@@ -47,12 +50,7 @@ def doctor_command(*, as_json: bool, reap_now: bool) -> int:
         )
         return 0 if usable and not failed else 1
     _print(capabilities)
-    for item in removed:
-        console.print(f"removed: {item} (run {item.label})")
-    for line in settled:
-        console.print(f"settled: {line}")
-    for item, why in failed:
-        console.print(f"[red]not removed:[/] {item} (run {item.label}): {why}")
+    print_reaped(removed, settled, failed)
     if left:
         console.print(f"{len(left)} things were left by dead runs; `belayer doctor --reap` removes them:")
         for item in left[:20]:
@@ -62,12 +60,28 @@ def doctor_command(*, as_json: bool, reap_now: bool) -> int:
     return 0 if usable and not failed else 1
 
 
+def print_reaped(removed: list[Leftover], settled: list[str], failed: list[tuple[Leftover, str]]) -> None:
+    """A line for each thing that reaping runs and sandboxes removed, and for each that it could not."""
+    for item in removed:
+        console.print(f"removed: {item} (run {item.label})", soft_wrap=True)
+    for line in settled:
+        # images that found no room on the disk
+        console.print(f"{'kept' if ' stays, ' in line else 'removed'}: {line}", soft_wrap=True, markup=False)
+    for item, why in failed:
+        console.print(f"[red]not removed:[/] {item} (run {item.label}): {why}", soft_wrap=True)
+
+
 def _print(capabilities: list[Capability]) -> None:
-    table = Table("what", "", "detail", "how to get it", title="What this machine can do")
+    table = Table(title="What this machine can do")
+    for heading in ("what", "", "detail", "how to get it"):
+        table.add_column(heading, overflow="fold")  # a path that is cut off is of no use
     for item in capabilities:
         mark = "[green]yes[/]" if item.ok else "[red]no[/]" if item.required else "[yellow]no[/]"
         table.add_row(item.name, mark, item.detail, "" if item.ok else item.how_to_get)
-    console.print(table)
+    limited = console.is_terminal or "COLUMNS" in os.environ
+    (console if limited else Console(highlight=False, width=_PIPED)).print(table)
+    folder, chosen_by = cache_choice()
+    console.print(f"cache folder: {folder} ({chosen_by})", soft_wrap=True)
     console.print(f"checkpoint level on this host: [bold]{_level(capabilities)}[/]")
 
 

@@ -72,7 +72,7 @@ def _drawn(reader: RunReader, status: RunStatus) -> RenderableType:
 def _body(reader: RunReader, status: RunStatus) -> RenderableType:
     live = reader.live_state()
     if status.last_event_age_s is None:
-        return Group(_counts(status), _rollouts(status))
+        return Group(_counts(status), _rollouts(status)) if status.in_flight else _counts(status)
     now = time.time()
     if not status.driver_alive or live.ended is not None:
         live.worker = live.shadow = live.owner = "ended"

@@ -17,6 +17,7 @@ import msgspec
 from belayer import events as ev
 from belayer.errors import JournalError, RunError
 from belayer.events import Event
+from belayer.groups import counting
 from belayer.journal import read_histories
 from belayer.observe._clock import RunClock
 from belayer.observe._live_state import LiveFeed, LiveState
@@ -138,7 +139,7 @@ class RunReader:
         elif alive:
             state = "running" if self._announced or not self._tail.exists else "starting"
         else:
-            state = "stopped"
+            state = "finished" if self._nothing_left() else "stopped"
         status = RunStatus(run=str(self.path), state=state, message="", driver_pid=pid, driver_alive=alive)
         status.journal_bytes = sum(file.stat().st_size for file in (self.path / "journal").glob("*.seg"))
         if self._tail.exists:
@@ -147,7 +148,7 @@ class RunReader:
             self._from_journal(status)
         if not alive:
             status.journal_unread = self._unread()
-        status.message = self._message(status)
+        status.message = self._message(status, said=live.ended is not None)
         return status
 
     def _take(self, event: Event) -> None:
@@ -265,6 +266,16 @@ class RunReader:
                     )
                 )
 
+    def _nothing_left(self) -> bool:
+        """Whether a program of the user's own that is gone had nothing more to do, as far as the journal knows."""
+        if "gateway" in self._about or (self.path / "job.json").is_file():
+            return False  # those know themselves when they are done
+        try:
+            begun = counting(read_histories(self.path / "journal"))
+        except JournalError:
+            return False
+        return bool(begun) and all(history.acknowledged for history in begun)
+
     def _unread(self) -> str:
         try:
             tail = unread_tail(self.path)
@@ -272,8 +283,11 @@ class RunReader:
             return error.what
         return "" if tail is None else str(tail)
 
-    def _message(self, status: RunStatus) -> str:
+    def _message(self, status: RunStatus, *, said: bool) -> str:
+        """`said`: the driver announced the end itself."""
         pid = status.driver_pid
+        if status.state == "finished" and not said:
+            return "finished: its driver has ended, and of the rollouts that it began nothing is left to do"
         if status.state == "finished":
             return "finished" if status.ok is not False else "ended, and not every rollout was delivered"
         if status.state == "starting":

@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -28,16 +29,27 @@ ENV_VAR = "BELAYER_RUN"
 RUNTIME_DIR = Path(os.environ.get("BELAYER_RUNTIME_DIR", "/run/belayer"))
 SHM_DIR = Path(os.environ.get("BELAYER_SHM_DIR", "/dev/shm/belayer"))
 PREFIX = "bly-"
+_RECORD = "belayer-cache"  # in the environment's folder: the cache folder of its set-up, see scripts/cache.sh
 
 
 def cache_dir() -> Path:
     """Where heavy, re-creatable things live across runs: CRIU, sandbox images, the btrfs store file.
 
-    `$BELAYER_CACHE`, else `$XDG_CACHE_HOME/belayer`, else `~/.cache/belayer`.
+    `$BELAYER_CACHE`, else the one that this Python environment was set up with, else `$XDG_CACHE_HOME/belayer`, else
+    `~/.cache/belayer`.
     """
+    return cache_choice()[0]
+
+
+def cache_choice() -> tuple[Path, str]:
+    """`cache_dir`, and who says so, for people."""
     if explicit := os.environ.get("BELAYER_CACHE"):
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "belayer"
+        return Path(explicit), "BELAYER_CACHE"
+    record = Path(sys.prefix, _RECORD)
+    with contextlib.suppress(OSError):
+        if recorded := record.read_text().strip():
+            return Path(recorded), f"set-up, in {record}"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "belayer", "the default"
 
 
 def store_dir() -> Path:

@@ -54,7 +54,10 @@ def find_criu() -> Path:
         if version >= MINIMUM:
             return Path(candidate)
         too_old = f"; {candidate} is version {'.'.join(map(str, version)) or 'unknown'}"
-    raise SandboxUnavailable(f"no CRIU 4.2 or newer was found{too_old}", next_step="run scripts/install_criu.sh")
+    raise SandboxUnavailable(
+        f"no CRIU 4.2 or newer was found{too_old}",
+        next_step=f"run scripts/install_criu.sh; where set-up used another BELAYER_CACHE than {cache_dir()}, export it",
+    )
 
 
 def forget_kernel_features() -> None:
