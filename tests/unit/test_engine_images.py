@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import struct
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -379,3 +381,13 @@ def test_a_build_that_was_killed_is_told_from_one_that_ended(tmp_path: Path) -> 
     with images.building(one):
         assert images.unfinished() == (1, 0)
     assert images.unfinished() == (0, 0)
+
+
+def test_what_a_program_has_imported_is_no_part_of_the_key() -> None:
+    """Else `belayer prepare`, which imports no torch, would make images that no program finds."""
+    before = {"PATH": "/bin", "OMP_NUM_THREADS": "2"}
+    code = "import os, torch._inductor.runtime.cache_dir_utils as c; c.cache_dir(); print(dict(os.environ))"
+    done = subprocess.run([sys.executable, "-c", code], env=before, capture_output=True, text=True, check=True)
+    after = ast.literal_eval(done.stdout)
+    assert "TORCHINDUCTOR_CACHE_DIR" in after
+    assert key.template_environment(after) == key.template_environment(before | {"LC_CTYPE": "C.UTF-8"})

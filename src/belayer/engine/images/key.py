@@ -23,6 +23,8 @@ PACKAGE = Path(__file__).resolve().parents[2]
 _BAKED = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "VLLM_", "TORCH", "HF_HUB_", "MALLOC_")
 _BAKED += ("GLIBC_TUNABLES", "CUDA_", "BELAYER_FAILPOINTS")
 _HARMLESS = ("PATH", "HOME", "LANG", "LC_", "TZ")
+# libraries set these when they are imported: whether the program has imported them must not decide which image it gets
+_LIBRARIES = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
@@ -78,7 +80,9 @@ def template_environment(env: dict[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if name.startswith((*_BAKED, *_HARMLESS)) and not any(word in name.upper() for word in _SECRET)
+        if name.startswith((*_BAKED, *_HARMLESS))
+        and name not in _LIBRARIES
+        and not any(word in name.upper() for word in _SECRET)
     }
 
 
