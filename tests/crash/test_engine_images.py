@@ -441,7 +441,7 @@ def test_an_engine_that_is_closed_ends_its_builder(built: Built) -> None:
             await _until(lambda: len(_processes_of(label.name)) == 4)  # builder, its helper, init, worker
             await images.close()
             assert not _processes_of(label.name)
-        assert [event.data["state"] for event in events] == ["building"]
+        assert [event.data["state"] for event in events] == ["building", "cut off"]
 
     asyncio.run(scenario())
 
