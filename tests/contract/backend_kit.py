@@ -15,13 +15,34 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from belayer.config import EngineConfig
 from belayer.engine._wire import Chunk, Spec, Work
+from belayer.engine.exactness import is_exact
 from belayer.engine.request import Sampling
 from belayer.engine.workers.child import environment
 from belayer.ownership import RunLabel, own_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
+
+
+def spec_of(config: EngineConfig) -> Spec:
+    """What the first worker of an engine with this configuration is told, but for an owner: the suite has none."""
+    return Spec(
+        generation=1,
+        backend=config.backend,
+        device=config.device,
+        model=str(config.model),
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_bytes=config.kv_bytes,
+        batch_invariant=is_exact(config),
+        owner_socket="",
+        fill=True,
+        policy_version=0,
+        nice=0,
+    )
 
 
 class BackendHost:

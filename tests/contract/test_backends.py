@@ -12,13 +12,14 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.contract.backend_kit import BackendHost, outcomes, requests
+from tests.contract.backend_kit import BackendHost, outcomes, requests, spec_of
 from tests.contract.reference_model import logits
 from tests.engine_kit import VOCABULARY, make_model, random_weights
 
+from belayer.config import EngineConfig
 from belayer.engine import memory
 from belayer.engine._penalties import Penalties, penalised
-from belayer.engine._wire import Spec, Work
+from belayer.engine._wire import Work
 from belayer.engine.request import Sampling
 from belayer.engine.sampler import choose
 from belayer.ownership import RunLabel
@@ -56,23 +57,16 @@ def host(request: pytest.FixtureRequest, folders: list[Path]) -> Iterator[Backen
         pytest.skip("this torch sees no CUDA device")
     if (reason := memory.unavailable(device)) is not None:
         pytest.skip(f"no memory of {device} here: {reason}")
-    spec = Spec(
-        generation=1,
+    config = EngineConfig(
         backend=backend,
         device=device,
-        model=str(folders[0]),
-        dtype="float32",
+        model=folders[0],
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=SEQUENCES,
         kv_bytes=2 << 20,  # 2048 tokens: SEQUENCES long requests do not fit all at once
-        batch_invariant=True,
-        owner_socket="",
-        fill=True,
-        policy_version=0,
-        nice=0,
     )
     with RunLabel.new("test backends") as label:
-        host = BackendHost(spec, label)
+        host = BackendHost(spec_of(config), label)
         try:
             yield host
         finally:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.contract.backend_kit import BackendHost, outcomes, requests
+from tests.contract.backend_kit import BackendHost, outcomes, requests, spec_of
 from tests.engine_kit import VOCABULARY, make_model
 
 from belayer.config import EngineConfig
-from belayer.engine._wire import Spec, Work
+from belayer.engine._wire import Work
 from belayer.engine.backends import bfloat16_kernel
 from belayer.engine.exactness import is_exact
 from belayer.ownership import RunLabel
@@ -29,23 +29,8 @@ LENGTH = 20
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendHost]:
     model = make_model(tmp_path_factory.mktemp("model") / "weights", seed=0)
     config = EngineConfig(model=model, dtype="bfloat16", max_model_len=448, max_num_seqs=4, kv_bytes=2 << 20)
-    spec = Spec(
-        generation=1,
-        backend=config.backend,
-        device=config.device,
-        model=str(model),
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        kv_bytes=config.kv_bytes,
-        batch_invariant=is_exact(config),
-        owner_socket="",
-        fill=True,
-        policy_version=0,
-        nice=0,
-    )
     with RunLabel.new("test backends bfloat16") as label:
-        host = BackendHost(spec, label)
+        host = BackendHost(spec_of(config), label)
         try:
             yield host
         finally:

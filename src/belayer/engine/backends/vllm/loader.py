@@ -53,18 +53,21 @@ class OwnerLoader(BaseModelLoader):
 def use_own_kernels(model: torch.nn.Module, dtype: torch.dtype, batch_invariant: bool) -> None:
     """Replace the norms of a built model, and its products where ours are exact in any batch, or much quicker."""
     fused.use_in(model)
-    function: Any = linear_for_any_batch
-    if wide_linear.needed(dtype):
+    exact_bfloat16 = batch_invariant and dtype is torch.bfloat16  # promised by the driver, so it holds or is refused
+    function: Any
+    if exact_bfloat16 or wide_linear.needed(dtype):
         ready = bfloat16_linear.prepare()
-        function = wide_linear.linear_through_float32
-        if batch_invariant and not ready:
+        if exact_bfloat16 and not ready:
             raise EngineError("the kernel for bfloat16 that the driver could build cannot be loaded by the worker")
-    elif not batch_invariant:
+        function = wide_linear.linear_through_float32
+    elif batch_invariant:
+        function = linear_for_any_batch
+    else:
         return
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             weight: Any = module.weight
-            if batch_invariant and dtype is torch.bfloat16 and not bfloat16_linear.suits(weight[:1], weight):
+            if exact_bfloat16 and not bfloat16_linear.suits(weight[:1], weight):
                 raise EngineError(
                     f"a product of {weight.shape[1]} features is not exact in bfloat16: they must be a multiple of 16",
                     next_step="set engine.batch_invariant = false; a resumed request may then differ in a token",
