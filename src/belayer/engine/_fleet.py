@@ -372,8 +372,8 @@ class Fleet:
     def _on_exit(self, link: WorkerLink, how: str) -> None:
         if self._closing:
             return
+        self.news.process(link, how)
         if link.fenced:
-            self.news.process(link, how)
             return
         generation = link.generation
         serving = generation == self.supervisor.serving
